@@ -13,8 +13,7 @@ from starlette.types import ASGIApp, Scope
 from gateway.anthropic import routes
 from gateway.anthropic.answer import error_body
 from gateway.batches import routes as routes_batches
-from gateway.batches.service import BatchService
-from gateway.batches.store import StoreError
+from gateway.batches.store import BatchService, StoreError
 from gateway.http.encoding import encode
 from gateway.http.errors import RATE_HEADERS, ApiError
 from gateway.http.reach import Reach

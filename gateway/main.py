@@ -12,13 +12,11 @@ import msgspec
 
 from gateway.app import create_app
 from gateway.backend import Backend
-from gateway.batches.metrics import BatchMetrics
 from gateway.batches.runner import BatchRunner
-from gateway.batches.service import DAY_S, BatchService
-from gateway.batches.store import Store, StoreError
+from gateway.batches.store import DAY_S, BatchService, Store, StoreError
 from gateway.http.body import Intake
 from gateway.http.server import make_server
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import BatchMetrics, GatewayMetrics
 from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.prepare import ModelRules
 from gateway.response_store import ResponseStore

@@ -152,3 +152,19 @@ class StreamTimes:
         ):
             return "ttft"
         return "itl" if self._gaps_over > _GAPS_OVER_MAX * self._gaps else "met"
+
+
+class BatchMetrics:
+    """Metrics of batches, of the gateway that runs them."""
+
+    def __init__(self, registry: MetricsRegistry) -> None:
+        self.batches = registry.counter(
+            PREFIX + "batches", "Batches that have ended: completed, failed, expired or cancelled.", "status"
+        )
+        self.lines = registry.counter(
+            PREFIX + "batch_lines",
+            "Requests of batches: completed or failed, and put_back, each time that one is to run again.",
+            "outcome",
+        )
+        self.running: Callable[[], int] = int  # Set by the runner
+        registry.gauge(PREFIX + "batch_lines_running", "Requests of batches being answered.", lambda: self.running())

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
 
-from gateway.fair_share import FairShare
+from gateway.shares import FairShare
 
 COST_BYTES_MIN: Final = 16 << 10  # of each response, which bounds their number
 

@@ -5,8 +5,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.anthropic.types import CountRequest, MessagesRequest, OutputConfig, OutputFormat
-from gateway.http.errors import bad_value
-from gateway.http.renamed import renamed
+from gateway.http.errors import bad_value, renamed
 from gateway.openai.request_types import PARTS_MAX, ChatRequest, validate
 
 Json = dict[str, Any]

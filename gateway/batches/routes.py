@@ -8,7 +8,7 @@ from starlette.responses import Response, StreamingResponse
 
 from gateway.batches import batches, files
 from gateway.batches.files import File
-from gateway.batches.service import BatchService, service_of
+from gateway.batches.store import BatchService, service_of
 from gateway.batches.types import CreateBatchRequest, listed
 from gateway.batches.upload import PIECE_BYTES, upload
 from gateway.http.encoding import JsonResponse

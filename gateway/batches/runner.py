@@ -20,11 +20,10 @@ from gateway.batches import batches, files
 from gateway.batches.batches import Batch
 from gateway.batches.line_queue import LineQueue
 from gateway.batches.lines import ERRORS_MAX, BatchLine, LineChecker, parse_line, result, unanswered
-from gateway.batches.metrics import BatchMetrics
-from gateway.batches.service import BatchService
-from gateway.batches.store import StoreError
+from gateway.batches.store import BatchService, StoreError
 from gateway.http.errors import ApiError
 from gateway.http.request_log import RequestInfo
+from gateway.metrics import BatchMetrics
 from gateway.openai.context import Gateway
 from gateway.openai.generate import Api, answer_offline
 from gateway.openai.routes_generate import CHAT, COMPLETIONS

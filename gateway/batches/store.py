@@ -9,12 +9,15 @@ import secrets
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from filelock import FileLock
+from starlette.requests import Request
 
+from gateway.http.errors import ApiError
 from proto.errors import CrossdockError
 from runtime.process import clock
 from runtime.storage.lock_file import network_file_system
@@ -23,6 +26,7 @@ from runtime.storage.private_file import make_private
 P = ParamSpec("P")
 T = TypeVar("T")
 _BUSY_TIMEOUT_S: Final = 10.0
+DAY_S: Final = 86_400
 SOON_S: Final = 2.0  # A client's request waits so long for its turn at the file
 _VERSION: Final = 1
 _SCHEMA: Final = """
@@ -204,3 +208,21 @@ def new_id(now: float) -> str:
 
 def insert(db: sqlite3.Connection, table: str, **values: Any) -> None:
     db.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})", [*values.values()])
+
+
+@dataclass
+class BatchService:
+    store: Store
+    file_bytes_max: int
+    tenant_bytes_max: int  # Bytes of all files and results of one tenant, with what each file and batch counts beside
+    keep_s: int
+    wake: Callable[[], None] = lambda: None  # Told when there is something new for the runner
+
+
+def service_of(request: Request) -> BatchService:
+    """Raises `ApiError` (404) where this gateway has none."""
+    service = request.app.state.batches
+    if not isinstance(service, BatchService):
+        message = "This gateway keeps no files and batches: it was started without --batch-db."
+        raise ApiError(404, message, code="batches_not_enabled")
+    return service

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from gateway.batches import files
 from gateway.batches.files import File, Line
 from gateway.batches.lines import LineCutter
-from gateway.batches.service import BatchService
+from gateway.batches.store import BatchService
 from gateway.batches.types import UploadRequest
 from gateway.http.body import Intake, check_encoding
 from gateway.http.errors import ApiError, bad_value, bare_errors

@@ -1,7 +1,7 @@
 """Reads request bodies within limits: on the number of open requests, on the bytes of one body and of all bodies, and on the
 time for one body.
 
-`fair_share` divides the totals between tenants, so that no tenant can keep the others out.
+`shares` divides the totals between tenants, so that no tenant can keep the others out.
 """
 
 import asyncio
@@ -12,8 +12,8 @@ from typing import Final
 
 from starlette.requests import Request
 
-from gateway.fair_share import FairShare
 from gateway.http.errors import UNSUPPORTED_ENCODING, ApiError
+from gateway.shares import FairShare
 
 OPEN_PROMPTS_MAX: Final = 4096  # being read or answered at once; a request counts as one until it is read
 BODIES_BYTES_MAX: Final = 256 << 20  # Bytes of all bodies that are read or prepared at once

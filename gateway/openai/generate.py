@@ -15,9 +15,8 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from gateway.http.body import Slots
-from gateway.http.errors import ApiError, bad_value, bare_errors, rate_headers
+from gateway.http.errors import ApiError, Names, bad_value, bare_errors, rate_headers, renamed
 from gateway.http.json_text import parse_json
-from gateway.http.renamed import Names, renamed
 from gateway.http.request_log import RequestInfo, client_request_id, info_of
 from gateway.openai.answering import AnswerChecker, Answering, EventStream
 from gateway.openai.answers import Answer, Head

@@ -4,8 +4,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.http.errors import bad_value
-from gateway.http.renamed import renamed
+from gateway.http.errors import bad_value, renamed
 from gateway.openai.request_types import PARTS_MAX, TOOLS_MAX, ChatRequest, SharedFields, validate
 from gateway.responses.tools import chat_tools, name_of
 from gateway.responses.types import ResponsesRequest

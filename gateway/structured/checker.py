@@ -16,10 +16,9 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.fair_share import organisation_of
 from gateway.http.errors import ApiError, bad_value
+from gateway.shares import QUANTUM_BYTES, FairQueue, organisation_of
 from gateway.structured.hello import COMPILE_CPU_S, OUT_OF_MEMORY, CompileJob
-from gateway.text.fair_queue import QUANTUM_BYTES, TokenizerQueue
 from runtime.process import clock, log
 from runtime.process.driver import cancelled
 
@@ -134,7 +133,7 @@ class GrammarChecker:
         """`hello`: the first line for a process, a `CompilerSetup` as JSON."""
         self._processes = [_Process(hello) for _ in range(PROCESSES)]
         self._free = list(self._processes)
-        self._queue: TokenizerQueue[asyncio.Future[_Process]] = TokenizerQueue()
+        self._queue: FairQueue[asyncio.Future[_Process]] = FairQueue()
         self._busy: set[str] = set()  # Organisations that have a process
         self._slow: OrderedDict[str, _Organisation] = OrderedDict()
         self._verdicts: OrderedDict[tuple[str, bytes], str] = OrderedDict()

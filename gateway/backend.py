@@ -53,10 +53,9 @@ class LinkPeer(Protocol):
     def send(self, message: Message, blob: bytes = b"") -> bool: ...
 
 
-class EventReceiver(Protocol):
-    """Gets the events of its streams in the order in which they came."""
-
-    def put(self, event: Admitted | Deliver | Ended) -> None: ...
+Receiver = Callable[
+    [Admitted | Deliver | Ended], None
+]  # gets the events of its streams in the order in which they came
 
 
 class Backend:
@@ -77,7 +76,7 @@ class Backend:
         self._hash_block_sizes: dict[str, int] = {}  # tokens that each hash of a prompt covers, by model
         self.hash_key = b""  # The cluster's key for the hashes of prompts, as the coordinator says it
         self.on_room: Callable[[str, Room], None] = lambda _model, _room: None  # the largest request of a model
-        self._receivers: dict[str, EventReceiver] = {}
+        self._receivers: dict[str, Receiver] = {}
         self._times: dict[str, StreamTimes] = {}
         self._draining = False
         self._empty = asyncio.Event()
@@ -113,7 +112,7 @@ class Backend:
 
     # --- HTTP side --------------------------------------------------------------------------------------------------
 
-    def open(self, works: Sequence[Work], receiver: EventReceiver) -> None:
+    def open(self, works: Sequence[Work], receiver: Receiver) -> None:
         """Begin these streams. `receiver` gets their events until they end or are abandoned."""
         now = clock.now()
         for work in works:
@@ -252,9 +251,8 @@ class Backend:
                 emit("stream", request_id=stream_id, what=why.value, detail=detail)
 
     def _put(self, stream_id: str, event: Admitted | Deliver | Ended) -> None:
-        receiver = self._receivers.get(stream_id)
-        if receiver is not None:
-            receiver.put(event)
+        if (receiver := self._receivers.get(stream_id)) is not None:
+            receiver(event)
 
     def _forget(self, stream_id: str) -> StreamTimes:
         del self._receivers[stream_id]

@@ -90,12 +90,11 @@ class Answering:
         self._events: list[Admitted | Deliver | Ended] = []
         self._wake = asyncio.Event()
         self._left = False
-        backend.open(works, self)
+        backend.open(works, self._put)
 
     # --- the backend and the connection -------------------------------------------------------------------------------
 
-    def put(self, event: Admitted | Deliver | Ended) -> None:
-        """Add an event of one of the streams. The backend calls this."""
+    def _put(self, event: Admitted | Deliver | Ended) -> None:
         if isinstance(event, Ended):
             self._open.discard(event.stream_id)
         self._events.append(event)

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -24,14 +24,6 @@ from runtime.tenancy.tenants import DEFAULT_TENANT
 CLIENT_LEFT = 499  # the status in the access log of a response that nobody reads
 
 
-class OfModel(Protocol):
-    """A request that may name a model."""
-
-    @property
-    def model(self) -> str | None: ...
-
-
-Q = TypeVar("Q", bound=OfModel)
 T = TypeVar("T")
 
 
@@ -49,9 +41,9 @@ class Call:
         """A place among the requests that this gateway has open at once. Raises `ApiError` (429, 503)."""
         return await self.held.enter_async_context(self.gateway.intake.place(self.owner))
 
-    async def tokenized(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], Any]) -> Response:
-        """Turn the body's JSON into a request with `read`, and answer with the result of `work`. Both run on a tokenizer
-        thread. Raises `ApiError` and `ClientDisconnect`."""
+    async def tokenized(self, read: Callable[[Any], Any], work: Callable[[Any, ModelTokenizer], Any]) -> Response:
+        """Turn the body's JSON into a request with `read`, and answer with the result of `work`, for the model that the request
+        may name. Both run on a tokenizer thread. Raises `ApiError` and `ClientDisconnect`."""
 
         def answered(content: Any) -> Response:
             asked = read(content)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from gateway.structured.schema import Path, SchemaError, mentioned, prepared, where
@@ -18,7 +18,7 @@ _CALLS_CHARS_MAX: Final = limits.MAX_GRAMMAR_CHARS // 2  # behind it schemas are
 _OBJECT: Final = {"type": "object"}
 _FOR_GOOD: Final = ("Unsatisfiable", "no answer matches", "it takes more than")
 """Words of refusals that leaving out parts of the schema would not cure, or should not cure."""
-_PATHS_MAX: Final = 8
+_PATHS_MAX: Final = 32
 _PLACES_MAX: Final = 3
 
 
@@ -26,12 +26,18 @@ class TooLarge(Exception):
     """The grammar is refused; `str()` is for the user."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Relaxed:
-    """The part of one schema without `strict` that is left out of the grammar."""
+    """The parts of schemas without `strict` that are left out of the grammar."""
 
-    paths: set[Path] = field(default_factory=set)
+    paths: frozenset[tuple[int, Path]] = frozenset()  # each with the number of its schema
     structure_only: bool = False
+
+    def of(self, number: int) -> set[Path]:
+        return {path for one, path in self.paths if one == number}
+
+
+NOTHING: Final = Relaxed()
 
 
 @dataclass(frozen=True)
@@ -50,31 +56,24 @@ class Schema:
         return f"{verdict} ({places}{of})" if places else verdict
 
 
-def next_relaxed(schemas: Sequence[Schema], relaxed: Sequence[Relaxed], verdict: str) -> list[Relaxed] | None:
+def next_relaxed(schemas: Sequence[Schema], relaxed: Relaxed, verdict: str) -> Relaxed | None:
     """The next part to leave out of a grammar that was refused; None: nothing is left to leave out."""
-    if any(word in verdict for word in _FOR_GOOD):
+    lenient = [(number, schema.schema) for number, schema in enumerate(schemas) if not schema.strict]
+    if not lenient or any(word in verdict for word in _FOR_GOOD):
         return None
-    found, changed = [Relaxed(set(one.paths), one.structure_only) for one in relaxed], False
-    found += [Relaxed() for _ in range(len(schemas) - len(found))]
-    lenient = [(schema, one) for schema, one in zip(schemas, found, strict=True) if not schema.strict]
-    for schema, one in lenient:
-        paths = set(mentioned(schema.schema, verdict)) - one.paths if len(one.paths) < _PATHS_MAX else set()
-        one.paths |= paths
-        changed |= bool(paths)
-    if not changed:
-        changed = not all(one.structure_only for _, one in lenient)
-        for _, one in lenient:
-            one.structure_only = True
-    return found if changed else None
+    paths = relaxed.paths | {(number, path) for number, schema in lenient for path in mentioned(schema, verdict)}
+    if len(relaxed.paths) < min(len(paths), _PATHS_MAX):
+        return Relaxed(paths, relaxed.structure_only)
+    return None if relaxed.structure_only else Relaxed(paths, structure_only=True)
 
 
 class Grammar:
     """Collects the rules of a grammar; `text` returns the whole grammar. Expressions are strings."""
 
     def __init__(
-        self, split: SplitSpecial, relaxed: Sequence[Relaxed] = (), *, split_own: SplitSpecial | None = None
+        self, split: SplitSpecial, relaxed: Relaxed = NOTHING, *, split_own: SplitSpecial | None = None
     ) -> None:
-        """`split` is for texts of clients, `split_own` for marks of ours. `relaxed`: for the schemas, in order."""
+        """`split` is for texts of clients, `split_own` for marks of ours."""
         self._split = split
         self._split_own = split_own or split
         self._relaxed = relaxed
@@ -116,10 +115,9 @@ class Grammar:
     def json(self, schema: Any, *, strict: bool, call: str = "") -> str:
         """`call`: of the arguments of calls to this function. They are any object if the schema is not strict and there is no
         room for it. Raises `SchemaError` and `TooLarge`."""
-        number = len(self.schemas)
-        relaxed = self._relaxed[number] if number < len(self._relaxed) else Relaxed()
+        left_out, structure_only = self._relaxed.of(len(self.schemas)), self._relaxed.structure_only
         try:
-            found = prepared(schema, strict=strict, left_out=relaxed.paths, structure_only=relaxed.structure_only)
+            found = prepared(schema, strict=strict, left_out=left_out, structure_only=structure_only)
             body = "%json " + json.dumps(found.schema, ensure_ascii=False)
             if call and not strict and self._chars + len(body) > _CALLS_CHARS_MAX:
                 raise SchemaError(_TOO_LARGE)

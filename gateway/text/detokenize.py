@@ -128,37 +128,8 @@ class TextPiece:
     stop: str = ""  # The stop string that it ends with; empty: none
 
 
-class ContentStops:
-    """Finds the first stop string in the content of a text, and none in its thoughts and calls."""
-
-    def __init__(self, matcher: StopMatcher, regions: Regions) -> None:
-        self._matcher = matcher
-        self._parser = RegionParser(regions)
-
-    def push(self, text: str, *, armed: bool = True) -> str:
-        """The text that is certain to come before any stop string. `armed`: stop strings are looked for in it."""
-        return self._matched(self._parser.feed(text), armed=armed)
-
-    def finish(self) -> str:
-        return self._matched(self._parser.finish(), armed=True) + (
-            "" if self._matcher.found else self._matcher.finish()
-        )
-
-    def _matched(self, events: list[Event], *, armed: bool) -> str:
-        found = ""
-        for event in events:
-            text = event.get("text", "")
-            if event["field"] == CONTENT and armed:
-                found += self._matcher.push(text)
-                if self._matcher.found:
-                    break
-            else:
-                found += self._matcher.finish() + text
-        return found
-
-
 class Assembler:
-    """One choice's text: detokenized, and cut at the first stop string."""
+    """One choice's text: detokenized, and cut at the first stop string of its content. There is none in thoughts and calls."""
 
     def __init__(
         self,
@@ -173,14 +144,29 @@ class Assembler:
         searched for them."""
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops, keeps_stop=keeps_stop)
-        self._content = ContentStops(self._matcher, regions if stops else NO_REGIONS)
+        self._parser = RegionParser(regions if stops else NO_REGIONS)
         self._unmatched = min_tokens
 
     def push(self, token: int) -> TextPiece:
         new, armed = self._detokenizer.push(token), not self._unmatched
         self._unmatched -= not armed
-        return TextPiece(self._content.push(new, armed=armed) if new else "", self._matcher.found)
+        return TextPiece(self._matched(self._parser.feed(new), armed=armed) if new else "", self._matcher.found)
 
     def finish(self) -> TextPiece:
-        text = self._content.push(self._detokenizer.finish())
-        return TextPiece(text if self._matcher.found else text + self._content.finish(), self._matcher.found)
+        text = self._matched(self._parser.feed(self._detokenizer.finish()))
+        if not self._matcher.found:
+            text += self._matched(self._parser.finish())
+        return TextPiece(text if self._matcher.found else text + self._matcher.finish(), self._matcher.found)
+
+    def _matched(self, events: list[Event], *, armed: bool = True) -> str:
+        """The text that is certain to come before any stop string. `armed`: stop strings are looked for in it."""
+        found = ""
+        for event in events:
+            text = event.get("text", "")
+            if event["field"] == CONTENT and armed:
+                found += self._matcher.push(text)
+                if self._matcher.found:
+                    break
+            else:
+                found += self._matcher.finish() + text
+        return found

@@ -63,7 +63,7 @@ class AnswerReader:
         self._held = {"content": "", "reasoning": ""}
         self._raw: str | None = ""  # Text of the present region of calls; None once a call was found in it
         self.calls = 0
-        self._in_call = False
+        self.ends_in_call = False  # the answer ended inside a call
         self.reasoning_tokens = 0
         self._thinking = reading.thought_begun
 
@@ -81,17 +81,12 @@ class AnswerReader:
         self._count(list(tokens), was_thinking)
         return self._parts
 
-    @property
-    def ends_in_call(self) -> bool:
-        """Whether the answer ended inside a call."""
-        return self._in_call
-
     def _parse(self, text: str, *, ended: bool, cut: bool) -> None:
         unread = self._unread + text
         try:
             self._take(self._parser.feed(text))
             if ended and self._calls is not None:
-                self._in_call = self._reading.own is not None or not self._calls.is_between
+                self.ends_in_call = self._reading.own is not None or not self._calls.is_between
             if ended and cut and self._calls is not None:
                 self._end_calls(cut=True)
             elif ended and self._reading.own is None:

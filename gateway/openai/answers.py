@@ -121,16 +121,23 @@ class Answer(ABC):
         """The end of a stream that fails, without `[DONE]`."""
         return self.event(error.body(request_id))
 
-    def _shown(
-        self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
-    ) -> Iterator[_Shown]:
+    @abstractmethod
+    def _logprobs(self, choice: ChoiceState, part: Deliver | ChoiceState) -> Json: ...
+
+    def _entry(self, choice: ChoiceState, part: Deliver | ChoiceState, finish: Finish | None, **content: Any) -> Json:
+        """One entry of `choices`. `part` is what a chunk adds, or the whole choice."""
+        logprobs = self._logprobs(choice, part) if self._shows_logprobs else None
+        entry = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": finish}
+        return entry | ({"token_ids": part.tokens} if self.prepared.return_token_ids else {})
+
+    def _shown(self, choice: ChoiceState, part: Deliver | ChoiceState) -> Iterator[_Shown]:
         texts = choice.token_texts = choice.token_texts or self.prepared.token_texts(choice.prompt, self.tokenizer)
         stop_ids = self.prepared.sampling.stop_token_ids
-        for number, (token, entry) in enumerate(zip(tokens, logprobs, strict=True), 1):
+        for number, (token, entry) in enumerate(zip(part.tokens, part.logprobs, strict=True), 1):
             top = [(*texts.candidate(other), finite(logprob)) for other, logprob in entry.top]
             offset = texts.chars
-            is_last = finish is not None and number == len(tokens)
-            is_text = not (is_last and finish in _ENDS and token in stop_ids)
+            is_last = part.finish is not None and number == len(part.tokens)
+            is_text = not (is_last and part.finish in _ENDS and token in stop_ids)
             text, own_bytes = texts.push(token, is_last=is_last, is_text=is_text)
             yield _Shown(text, texts.name(token, text, is_text=is_text), own_bytes, offset, finite(entry.logprob), top)
 
@@ -162,35 +169,24 @@ class CompletionAnswer(Answer):
     def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]:
         echo = "" if choice.started else self.prepared.echoes[choice.prompt]
         text = echo + part.text
-        wanted = self._shows_logprobs
-        if not (text or part.finish or wanted or self.prepared.return_token_ids):
+        if not (text or part.finish or self._shows_logprobs or self.prepared.return_token_ids):
             return
-        body: Json = {"index": choice.index, "text": text}
-        body["logprobs"] = self._with_echo(choice, part.tokens, part.logprobs, part.finish) if wanted else None
-        body["finish_reason"] = part.finish and part.finish.value
+        entry = self._entry(choice, part, part.finish, text=text)
         if self.prepared.return_token_ids:
-            body["prompt_token_ids"] = None if choice.started else self.prepared.prompts[choice.prompt]
-            body["token_ids"] = part.tokens
+            entry["prompt_token_ids"] = None if choice.started else self.prepared.prompts[choice.prompt]
         choice.started = True
-        yield self._chunk([body])
+        yield self._chunk([entry])
 
     def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json:
-        bodies, drawn, wanted = [], list(choices), self._shows_logprobs
-        completion_tokens = sum(len(choice.tokens) for choice in drawn)
+        entries, drawn = [], list(choices)
         for index, choice in enumerate(self._best(drawn)):
-            body: Json = {
-                "index": index,
-                "text": self.prepared.echoes[choice.prompt] + "".join(choice.texts),
-                "logprobs": self._with_echo(choice, choice.tokens, choice.logprobs, choice.finish) if wanted else None,
-                "finish_reason": choice.finish,
-                **self._prompt_logprobs(choice.prompt),
-            }
+            text = self.prepared.echoes[choice.prompt] + "".join(choice.texts)
+            entry = self._entry(choice, choice, choice.finish, text=text) | self._prompt_logprobs(choice.prompt)
             if self.prepared.return_token_ids:
-                body["prompt_token_ids"] = self.prepared.prompts[choice.prompt]
-                body["token_ids"] = choice.tokens
-            bodies.append(body)
-        usage = self.usage(completion_tokens, cached_tokens)
-        return self._envelope(self.whole_kind, bodies) | {"usage": usage}
+                entry["prompt_token_ids"] = self.prepared.prompts[choice.prompt]
+            entries.append(entry | {"index": index})
+        usage = self.usage(sum(len(choice.tokens) for choice in drawn), cached_tokens)
+        return self._envelope(self.whole_kind, entries) | {"usage": usage}
 
     def _best(self, drawn: list[ChoiceState]) -> list[ChoiceState]:
         """Returns the choices to give: for each prompt, those that are likeliest per token if more were drawn."""
@@ -200,11 +196,9 @@ class CompletionAnswer(Answer):
         prompts = [drawn[at : at + each] for at in range(0, len(drawn), each)]
         return [choice for some in prompts for choice in sorted(some, key=lambda one: -one.mean_logprob)[:given]]
 
-    def _with_echo(
-        self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
-    ) -> Json:
+    def _logprobs(self, choice: ChoiceState, part: Deliver | ChoiceState) -> Json:
         """Returns the choice's log probabilities, after those of its prompt if the prompt is echoed."""
-        own = self._logprobs(choice, tokens, logprobs, finish)
+        own = self._own_logprobs(choice, part)
         if not self.prepared.echoes_logprobs:
             return own
         echo = len(self.prepared.echoes[choice.prompt])
@@ -217,11 +211,9 @@ class CompletionAnswer(Answer):
         echoed = echoed_logprobs(prompt, scores, top, self.tokenizer, keeps_special=kept)
         return {name: [*values, *own[name]] for name, values in echoed.items()}
 
-    def _logprobs(
-        self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
-    ) -> Json:
+    def _own_logprobs(self, choice: ChoiceState, part: Deliver | ChoiceState) -> Json:
         texts, drawn, tops, offsets = [], [], [], []
-        for shown in self._shown(choice, tokens, logprobs, finish):
+        for shown in self._shown(choice, part):
             top: dict[str, float] = {}
             for text, _, logprob in shown.top:
                 top.setdefault(text, logprob)
@@ -282,42 +274,22 @@ class ChatAnswer(Answer):
             if self.prepared.return_token_ids:
                 chunk["prompt_token_ids"] = self.prepared.prompts[choice.prompt]
             yield chunk
-        wanted = self._shows_logprobs
         delta, finish = self._read(choice, part)
-        if not (delta or finish or wanted or self.prepared.return_token_ids):
-            return
-        body: Json = {"index": choice.index, "delta": delta}
-        body["logprobs"] = self._logprobs(choice, part.tokens, part.logprobs, part.finish) if wanted else None
-        body["finish_reason"] = finish and finish.value
-        if self.prepared.return_token_ids:
-            body["token_ids"] = part.tokens
-        yield self._chunk([body])
+        if delta or finish or self._shows_logprobs or self.prepared.return_token_ids:
+            yield self._chunk([self._entry(choice, part, finish, delta=delta)])
 
     def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json:
-        bodies, completion_tokens = [], 0
-        wanted = self._shows_logprobs
-        for choice in choices:
-            completion_tokens += len(choice.tokens)
-            body: Json = {
-                "index": choice.index,
-                "message": self._message(choice),
-                "logprobs": self._logprobs(choice, choice.tokens, choice.logprobs, choice.finish) if wanted else None,
-                "finish_reason": choice.finish,
-            }
-            if self.prepared.return_token_ids:
-                body["token_ids"] = choice.tokens
-            bodies.append(body)
-        usage = self.usage(completion_tokens, cached_tokens)
-        answer = self._envelope(self.whole_kind, bodies) | {"usage": usage}
+        drawn = list(choices)
+        entries = [self._entry(choice, choice, choice.finish, message=self._message(choice)) for choice in drawn]
+        usage = self.usage(sum(len(choice.tokens) for choice in drawn), cached_tokens)
+        answer = self._envelope(self.whole_kind, entries) | {"usage": usage}
         answer |= self._prompt_logprobs(0)
         if self.prepared.return_token_ids:
             answer["prompt_token_ids"] = self.prepared.prompts[0]
         return answer
 
-    def _logprobs(
-        self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
-    ) -> Json:
-        content = [self._scored(shown) for shown in self._shown(choice, tokens, logprobs, finish)]
+    def _logprobs(self, choice: ChoiceState, part: Deliver | ChoiceState) -> Json:
+        content = [self._scored(shown) for shown in self._shown(choice, part)]
         return {"content": content, "refusal": None}
 
     def _scored(self, shown: _Shown) -> msgspec.Raw:

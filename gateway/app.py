@@ -33,8 +33,7 @@ ROUTES: Final = (
     *routes_batches.ROUTES,
     *routes_info.ROUTES,
 )
-_NO_IDS: Final = frozenset({"/v1/responses/input_tokens", "/v1/responses/compact"})
-"""Paths of OpenAI's API that have no route here, and have the form of another route's ids."""
+_NO_IDS: Final = frozenset({"/v1/responses/input_tokens", "/v1/responses/compact"})  # no ids, as they look
 
 
 def create_app(gateway: Gateway, batches: BatchService | None = None) -> ASGIApp:

@@ -81,8 +81,7 @@ class Job(Generic[T]):
 class _Organisation(Generic[T]):
     credit: int = 0  # Bytes that it may have tokenized before its visit ends
     visited: bool = False  # It is being served, and has got the credit of this round
-    users: OrderedDict[str, deque[Job[T]]] = field(default_factory=OrderedDict)
-    """With jobs; the first is served next."""
+    users: OrderedDict[str, deque[Job[T]]] = field(default_factory=OrderedDict)  # with jobs; the first is next
 
     def next(self) -> Job[T] | None:
         """The next job, still in the queue; dropped ones are forgotten."""
@@ -105,8 +104,7 @@ class _Organisation(Generic[T]):
 
 class FairQueue(Generic[T]):
     def __init__(self) -> None:
-        self._organisations: OrderedDict[str, _Organisation[T]] = OrderedDict()
-        """With jobs; the first is served next."""
+        self._organisations: OrderedDict[str, _Organisation[T]] = OrderedDict()  # the first is next
 
     def push(self, tenant: str, size_bytes: int, work: T) -> Job[T]:
         job = Job(tenant, max(size_bytes, COST_BYTES_MIN), work)

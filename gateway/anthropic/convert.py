@@ -27,8 +27,7 @@ _TOOL_HINTS: Final = {
     "input_examples": list,
 }  # checked, without effect: each tool is shown, and its arguments are streamed as they come
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
-_EFFORTS: Final = {"disabled": "none", "enabled": "high"}
-"""The effort that `thinking` stands for. Anthropic's own is high."""
+_EFFORTS: Final = {"disabled": "none", "enabled": "high"}  # what `thinking` stands for; Anthropic's own is high
 _REFUSED: Final = {
     "image": "images are not supported: this server reads text",
     "document": "documents are not supported: send their text",

@@ -27,9 +27,7 @@ from runtime.process.descriptors import raise_descriptor_limit
 HEADER_BYTES_MAX: Final = 64 << 10  # Bytes of the request line and all headers together
 HEADERS_MAX: Final = 200
 QUERY_BYTES_MAX: Final = 4 << 10  # Routes that list something parse the query, which would take 15 ms for 64 KiB
-CONNECTIONS_MAX: Final = 8_192
-"""The most connections that may be open at once; fewer if the process may open fewer files. A further connection replaces the
-one that has had no request for longest. If all have a request, the new one is closed unread."""
+CONNECTIONS_MAX: Final = 8_192  # a further one replaces that without a request for longest, or is closed unread
 QUEUED_MAX: Final = 64  # requests of one packet that wait for an earlier answer; one more closes the connection
 KEEP_ALIVE_S: Final = 30
 SEND_BUFFER_BYTES: Final = 256 << 10  # the most that a client that reads nothing can make the kernel hold
@@ -86,8 +84,7 @@ class _Connection(HttpToolsProtocol):
 
     timeout_s: float
     connections_max: int
-    without_request: ClassVar["OrderedDict[_Connection, None]"]
-    """Connections that have not received all headers of their next request; the longest wait comes first."""
+    without_request: ClassVar["OrderedDict[_Connection, None]"]  # in headers; the longest wait first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -76,8 +76,7 @@ class Answer(ABC):
         self.tokenizer = tokenizer
         self._head = {"id": head.answer_id, "created": head.created, "model": head.model}
         self._fingerprint = head.system_fingerprint
-        self.prompt_scores: Sequence[PromptScores | None] = [None] * len(prepared.prompts)
-        """The scores of each prompt; they are complete before its first token comes."""
+        self.prompt_scores: Sequence[PromptScores | None] = [None] * len(prepared.prompts)  # whole before any token
         self._shows_logprobs = prepared.sampling.logprobs >= 0 and not prepared.hides_logprobs
         self._readers: list[AnswerReader] = []
 

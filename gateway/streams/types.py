@@ -24,20 +24,14 @@ class StreamLimits:
     idle_s: float = 120.0
     attempts_max: int = 5  # Attempts at one choice in a row that fail before they have brought `progress_tokens`
     progress_tokens: int = 16
-    steady_s: float = 5.0
-    """Time from one interruption to the next after which the tries are counted anew. A request that fails by itself fails
-    sooner; hosts that are lost one after the other must not end a stream."""
+    steady_s: float = 5.0  # between interruptions, after which tries count anew: hosts lost in a row end no stream
     uncounted_max: int = 100  # attempts ended by a drain, a preemption or a lost link, and restarts by `steady_s`
     resume_delay_s: float = 0.05  # before the first resume; it doubles with each
     resume_delay_s_max: float = 1.0
     resume_wait_s: float = 30.0  # How long a resume that meets a full queue is tried again
-    stall_s: float = 5.0
-    """Silence after which a stream counts as lost if its coordinator or a worker's connection was lost. The coordinator is
-    asked about any other stream that is silent for so long."""
+    stall_s: float = 5.0  # silence after which a stream whose connection was lost is lost, and others are asked about
     first_token_wait_s: float = 1.0  # how long a decode worker's tokens wait for the first, which they overtook
-    gone_s: float = 0.5
-    """Silence that is allowed after the connection that brought a stream's tokens has ended. A live worker reconnects in this
-    time. Then the coordinator that knows the stream is asked. If that coordinator is gone, the stream counts as lost."""
+    gone_s: float = 0.5  # silence after a worker's connection ended, in which a live worker reconnects
     last_words_max: int = 4096  # ended requests remembered for a coordinator that missed their end
 
 

@@ -16,8 +16,7 @@ ones. Text that spells a special token would then end the answer, or would not m
 _TOO_LARGE: Final = f"it makes a grammar of more than {limits.MAX_GRAMMAR_CHARS} characters"
 _CALLS_CHARS_MAX: Final = limits.MAX_GRAMMAR_CHARS // 2  # behind it schemas are left out, for names of functions
 _OBJECT: Final = {"type": "object"}
-_FOR_GOOD: Final = ("Unsatisfiable", "no answer matches", "it takes more than")
-"""Words of refusals that leaving out parts of the schema would not cure, or should not cure."""
+_FOR_GOOD: Final = ("Unsatisfiable", "no answer matches", "it takes more than")  # what leaving out parts does not cure
 _PATHS_MAX: Final = 32
 _PLACES_MAX: Final = 3
 

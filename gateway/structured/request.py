@@ -29,9 +29,7 @@ class WantedForm:
     """The form of an answer."""
 
     param: str  # The field that says so
-    write: Callable[[Grammar], str]
-    """Adds its rules; returns the expression for the answer. Raises `SchemaError`, `TagError`,
-    `UserGrammarError` or `TooLarge`."""
+    write: Callable[[Grammar], str]  # adds its rules; returns the answer's expression
 
     def expression(self, grammar: Grammar) -> str:
         """Raises `ApiError`."""

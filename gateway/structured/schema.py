@@ -15,9 +15,7 @@ DEPTH_MAX: Final = 32
 NODES_MAX: Final = 4000  # Objects and lists, those of `enum` and `const` included
 ENUM_MAX: Final = 4000  # Values over the whole schema
 PATTERNS_IN_ALL_OF_MAX: Final = 2  # intersecting regular expressions can take exponential time
-MULTIPLE_OF_MAX: Final = 10_000
-"""The most states of the automaton that tracks the remainder. If schemas intersect, it has as many states as the least common
-multiple."""
+MULTIPLE_OF_MAX: Final = 10_000  # states that track the remainder; intersections have the least common multiple
 MULTIPLES_MAX: Final = 40_000  # States over the whole schema
 WHITESPACE: Final = r"[ \n\t]{1,20}"  # bounded: a model that writes nothing else must not go on until its limit
 _UNIONS: Final = ("anyOf", "oneOf")
@@ -47,8 +45,7 @@ _UNSUPPORTED_IN_PATTERNS: Final = (
 _OPTIONS: Final = "x-guidance"  # llguidance's own, for which clients have no use
 
 Path = tuple[str, ...]
-_Kind = Literal["schema", "names", "value"]
-"""The kinds of parts in a schema: one or several schemas, a mapping of names to schemas, or a value of an instance."""
+_Kind = Literal["schema", "names", "value"]  # one or several, a mapping of names to them, or an instance's
 
 
 class SchemaError(Exception):

@@ -15,9 +15,7 @@ Decode = Callable[[Sequence[int]], str]
 _WINDOW_TOKENS_MAX = 24  # no character or word piece spans so many tokens
 CONTEXT_TOKENS = 6  # Kept in front of new tokens, for decoders that treat the first token of a text in their own way
 BROKEN = "�"
-_HELD_MAX = 3
-"""The most tokens that can wait for the rest of their character, and the most replacement characters that they decode to.
-A byte-fallback decoder shows a whole run of bytes as broken until its last character is complete."""
+_HELD_MAX = 3  # tokens that wait for their character; a byte-fallback decoder shows a run of bytes as broken
 
 
 class Detokenizer:

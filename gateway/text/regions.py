@@ -17,9 +17,7 @@ Event = dict[str, Any]
 class Region:
     field: str
     open: tuple[str, ...]  # marks that open it; none: a brace at the answer's start does
-    close: tuple[str, ...] = ()
-    """The marks that end the region. If there are none, it goes on to the end of the answer. A mark that is also in `open`
-    opens the next region."""
+    close: tuple[str, ...] = ()  # marks that end it; none: the answer's end. One in `open` too opens the next.
 
 
 @dataclass(frozen=True)

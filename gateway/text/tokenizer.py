@@ -16,7 +16,6 @@ from proto import limits
 from proto.parts import Room
 
 _OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Errors that the expressions of a template may raise."""
 _TEMPLATE_CHARS_MAX = 32 << 20
 _SLICE_CHARS = 1 << 18
 _END_TOKENS_MAX = 64

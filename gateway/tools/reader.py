@@ -55,7 +55,6 @@ class AnswerReader:
         self._seed = seed
         self._has_calls = any(region.field == CALLS for region in reading.regions.all) or reading.own is not None
         self._parser: Any = RegionParser(reading.regions) if reading.own is None else _own_parser(reading, reading.own)
-        """None after the answer has not matched its template."""
         self._unread = ""  # Text of a region of calls that is open, where the template reads it as a whole
         self._calls: CallReader | None = None
         self._parts = Parts()

@@ -12,13 +12,11 @@ import msgspec
 
 from gateway.app import create_app
 from gateway.backend import Backend
-from gateway.batches.metrics import BatchMetrics
 from gateway.batches.runner import BatchRunner
-from gateway.batches.service import DAY_S, BatchService
-from gateway.batches.store import Store, StoreError
+from gateway.batches.store import DAY_S, BatchService, Store, StoreError
 from gateway.http.body import Intake
 from gateway.http.server import make_server
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import BatchMetrics, GatewayMetrics
 from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.prepare import ModelRules
 from gateway.response_store import ResponseStore
@@ -50,8 +48,7 @@ class GatewayProcess:
         self.settings = settings
         name = settings.name or f"gateway-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
-        self.missing = {"listening", "connected"}
-        """Conditions that must be met before this process first reports that it is ready."""
+        self.missing = {"listening", "connected"}  # what must be so before this process first reports that it is ready
         self.observed = MetricsServer(settings.metrics, settings.advertise)
         stream_limits = StreamLimits(link_wait_s=settings.queue_wait_s, idle_s=settings.stream_idle_ms / 1000)
         model = settings.served_model_id
@@ -234,7 +231,7 @@ class GatewayProcess:
         server = make_server(create_app(gateway, batches), self.settings.client_timeout_ms / 1000, _CLOSE_TIMEOUT_S)
         server.on_listening = lambda: self._is("listening")
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
-        stopping = asyncio.get_running_loop().create_task(_wait(stop))
+        stopping = asyncio.get_running_loop().create_task(stop.wait())
         say_where(self.log, listener.getsockname(), gateway)
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         self.backend.drain()
@@ -296,10 +293,6 @@ def say_where(logger: log.Log, bound: Sequence[Any], gateway: Gateway) -> None:
         logger.warning(
             "no API keys: everyone who reaches this port is let in; see --tenants and --api-keys", port=address
         )
-
-
-async def _wait(stop: asyncio.Event) -> None:
-    await stop.wait()
 
 
 def _listen(host: str, port: int) -> socket.socket:

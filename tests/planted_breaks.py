@@ -161,7 +161,7 @@ BREAKS: Final[dict[str, Break]] = {
         "gateway/openai/call.py", 'if self.needs_key else ""', 'if self.needs_key else "".join(request.cookies)'
     ),
     "tests/gateway/test_batch_bounds.py::test_locked_store_refuses_soon": Break(
-        "gateway/batches/service.py", "self.store.write_soon(", "self.store.write("
+        "gateway/batches/store.py", "clock.now() + SOON_S)", "None)"
     ),
     "tests/gateway/test_batches.py::test_clock_jump_deletes_and_expires_nothing": Break(
         "runtime/process/clock.py", "SETTLE_S: Final = 900.0", "SETTLE_S: Final = 0.0"
@@ -361,11 +361,9 @@ BREAKS: Final[dict[str, Break]] = {
         "gateway/http/body.py", "if held + len(part) > self.body_bytes_max:", "if False:"
     ),
     "tests/gateway/test_tenant_slots.py": Break(
-        "gateway/fair_share.py", "if held + amount > min(room, self._tenant_max):", "if amount > room:"
+        "gateway/shares.py", "if held + amount > min(room, self._tenant_max):", "if amount > room:"
     ),
-    "tests/gateway/test_fair_queue.py": Break(
-        "gateway/text/fair_queue.py", "if organisation.credit >= job.cost:", "if True:"
-    ),
+    "tests/gateway/test_fair_queue.py": Break("gateway/shares.py", "if organisation.credit >= job.cost:", "if True:"),
     "tests/gateway/test_templates.py::test_template_output_is_bounded": Break(
         "gateway/text/tokenizer.py", "if len(text) > _TEMPLATE_CHARS_MAX:", "if False:"
     ),
@@ -377,11 +375,11 @@ BREAKS: Final[dict[str, Break]] = {
     ),
     RESPONSES + "test_other_tenants_cannot_read_responses": Break(
         "gateway/response_store.py",
-        "self._tenants.get(tenant, OrderedDict()).get(response_id)",
-        "next((own[response_id] for own in self._tenants.values() if response_id in own), None)",
+        "self._kept.get((tenant, response_id))",
+        "next((kept for key, kept in self._kept.items() if key[1] == response_id), None)",
     ),
     RESPONSES + "test_kept_responses_are_bounded": Break(
-        "gateway/response_store.py", "if self._tenants[owner][oldest].until > now:", "if True:"
+        "gateway/response_store.py", "while not self.share.take(tenant, kept.cost_bytes):", "while False:"
     ),
     "tests/gateway/test_block_hashes.py": Break(
         "gateway/text/block_hashes.py", 'f"{block_size}:{cache_group}"', 'f"{block_size}"'

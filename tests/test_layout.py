@@ -37,7 +37,7 @@ FOLDERS_MAY_IMPORT = {
         "openai": "http streams structured text tools",
         "responses": "http openai streams text",
         "streams": "text",
-        "structured": "http text",
+        "structured": "http",
         "text": "",
         "tools": "http structured text",
         "vllm": "http openai text",

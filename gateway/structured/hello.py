@@ -5,19 +5,14 @@ from typing import Any, Final
 
 import msgspec
 
-COMPILE_CPU_S: Final = 0.8
-"""CPU time for one grammar. It is CPU time, so that a busy machine does not refuse a grammar that an idle machine would
-accept.
-"""
-OUT_OF_MEMORY: Final = 3
-"""Exit code of the process where a grammar needs too much memory."""
+COMPILE_CPU_S: Final = 0.8  # of one grammar; CPU time, so that a busy machine refuses no more than an idle one
+OUT_OF_MEMORY: Final = 3  # Exit code of the process where a grammar needs too much memory
 
 
 class CompilerSetup(msgspec.Struct):
     """The first line."""
 
-    tokenizer: str
-    """tokenizer.json"""
+    tokenizer: str  # tokenizer.json
     vocab_size: int
     eos_ids: list[int]
 

@@ -13,6 +13,7 @@ from runtime.process import log
 P = ParamSpec("P")
 T = TypeVar("T")
 DAY_S = 86_400
+FILE_BYTES_MAX = 64 << 20
 
 
 @dataclass

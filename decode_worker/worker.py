@@ -19,12 +19,13 @@ from kvtransfer.memory.layout import KvLayout
 from kvtransfer.ports import ReceiverOwner, SenderOwner
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.session.limits import DIGEST_EVERY, FETCH_IDLE_MS, KvSettings, segment_bytes_on
+from kvtransfer.session.limits import CPU_BYTES_PER_S, FETCH_IDLE_MS, KvSettings, segment_bytes_on
 from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from kvtransfer.transports.transport import PoolMemory
 from proto.compatible import mismatch
 from proto.errors import RemoteProtocolError
 from proto.kv import Commit, Fetch, FetchRefused, FirstToken, Offer, is_of_fetch, of_fetch
+from proto.limits import KV_TIMEOUT_MS
 from proto.messages import Hello, Message, Reserve, Role
 from proto.progress import AnswerNames
 from proto.status import KvHeld
@@ -143,7 +144,7 @@ class DecodeWorker(ReceiverOwner):
         now, loop = clock.now(), asyncio.get_running_loop()
         self.core.coordinator_lost(now)
         # A stalled transfer would be aborted after the same time.
-        loop.call_later(self.driver.settings.kv_timeout_ms / 1000, self.core.expire, now)
+        loop.call_later(KV_TIMEOUT_MS / 1000, self.core.expire, now)
 
     def gateway_said(self, incarnation: int, message: Message) -> None:
         if not isinstance(message, AnswerNames):
@@ -339,8 +340,6 @@ def _kv_settings(settings: WorkerSettings, transports: tuple[str, ...], device: 
     return KvSettings(
         transports=transports,
         encrypt=settings.encrypts_transfers,
-        rendezvous_timeout_ms=settings.kv_timeout_ms,
         segment_bytes=segment_bytes_on(device),
-        digest_every=DIGEST_EVERY[settings.kv_digest],
-        bytes_per_s=settings.kv_mib_per_s << 20 if device == "cpu" else 0,
+        bytes_per_s=CPU_BYTES_PER_S if device == "cpu" else 0,
     )

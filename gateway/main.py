@@ -13,7 +13,7 @@ import msgspec
 from gateway.app import create_app
 from gateway.backend import Backend
 from gateway.batches.runner import BatchRunner
-from gateway.batches.store import DAY_S, BatchService, Store, StoreError
+from gateway.batches.store import DAY_S, FILE_BYTES_MAX, BatchService, Store, StoreError
 from gateway.http.body import Intake
 from gateway.http.server import make_server
 from gateway.metrics import BatchMetrics, GatewayMetrics
@@ -50,7 +50,7 @@ class GatewayProcess:
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
         self.missing = {"listening", "connected"}  # what must be so before this process first reports that it is ready
         self.observed = MetricsServer(settings.metrics, settings.advertise)
-        stream_limits = StreamLimits(link_wait_s=settings.queue_wait_s, idle_s=settings.stream_idle_ms / 1000)
+        stream_limits = StreamLimits(idle_s=settings.stream_idle_ms / 1000)
         model = settings.served_model_id
         self.metrics = GatewayMetrics(model)
         self.metrics.registry.introduce(name=name, model=model)
@@ -140,12 +140,9 @@ class GatewayProcess:
             backend=self.backend,
             metrics=self.metrics,
             intake=Intake(
-                body_bytes_max=self.settings.body_bytes_max,
-                client_timeout_s=self.settings.client_timeout_ms / 1000,
-                tenant_requests_max=self.settings.tenant_requests_max,
+                body_bytes_max=self.settings.body_bytes_max, client_timeout_s=self.settings.client_timeout_ms / 1000
             ),
             keys=keys,
-            keep_alive_s=self.settings.stream_keep_alive_ms / 1000,
             access_log=self.settings.access_log,
             cors_origins=self.settings.cors_origins,
             allowed_hosts=_own_names(self.settings),
@@ -186,9 +183,7 @@ class GatewayProcess:
             await store.open()
         except StoreError as error:
             raise ConfigError(f"--batch-db: {error}") from error
-        return BatchService(
-            store, settings.batch_file_mib << 20, settings.batch_tenant_mib << 20, settings.batch_keep_days * DAY_S
-        )
+        return BatchService(store, FILE_BYTES_MAX, settings.batch_tenant_mib << 20, settings.batch_keep_days * DAY_S)
 
     async def _load(self, stop: asyncio.Event) -> list[ServedModel] | None:
         """Load the models' tokenizers. Returns None if told to stop before they are loaded. Raises `ConfigError`."""

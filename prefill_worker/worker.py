@@ -13,7 +13,7 @@ from kvtransfer.memory.pool import PoolRows
 from kvtransfer.ports import ReceiverOwner, SenderOwner
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.session.limits import DIGEST_EVERY, FETCH_IDLE_MS, KvSettings, segment_bytes_on
+from kvtransfer.session.limits import FETCH_IDLE_MS, KvSettings, segment_bytes_on
 from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from kvtransfer.transports.transport import PoolMemory
 from prefill_worker.compute import draw_late, run_step
@@ -82,8 +82,6 @@ class PrefillWorker(SenderOwner):
             transports=transports,
             encrypt=settings.encrypts_transfers,
             segment_bytes=segment_bytes_on(engine.pool.device.type),
-            ack_timeout_ms=settings.kv_timeout_ms,
-            rendezvous_timeout_ms=settings.kv_timeout_ms,
             # In a mixed worker, its other role writes to blocks too, and what it has cached is sent from here.
             remembers_digests=not driver.hello.process,
         )
@@ -119,7 +117,7 @@ class PrefillWorker(SenderOwner):
             clock=clock.now,
             listen_host=self.driver.settings.transfer_host,
             owner=_Fetching(self),
-            settings=replace(settings, digest_every=DIGEST_EVERY[self.driver.settings.kv_digest]),
+            settings=settings,
             memory=memory,
         )
 

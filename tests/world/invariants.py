@@ -6,6 +6,7 @@ from coordinator.core import Core
 from scheduler.lifecycle import ON_WORKERS, TERMINAL, RequestState
 from scheduler.request import RETAINED
 from scheduler.waiting.queue_keys import bound_key
+from scheduler.waiting.tenant_work import UNCOMPUTED, WAITING
 
 
 def check(core: Core, *, honest: bool = True) -> None:
@@ -34,11 +35,11 @@ def check(core: Core, *, honest: bool = True) -> None:
     assert len(queued) == len(set(queued))
     for queue in core.cluster.queues.values():
         requests = [r for r in core.cluster.requests.values() if core.cluster.queues[r.submit.model] is queue]
-        assert queue.work_ahead.work == sum(request.uncomputed_tokens for request in requests)
-        assert queue.projection.waiting.work == sum(request.work for request in queue)
+        assert queue.line.work.total(UNCOMPUTED) == sum(request.uncomputed_tokens for request in requests)
+        assert queue.line.work.total(WAITING) == sum(request.work for request in queue)
         assert queue.projection.placed.held == sum(request.placed_work for request in requests)
         assert all(bool(request.placed_work) == (request.state in ON_WORKERS) for request in requests)
-        assert queue.backlog.tokens == sum(request.submit.prompt_tokens for request in queue)
+        assert queue.line.tokens == sum(request.submit.prompt_tokens for request in queue)
         for request in queue:
             pool = core.cluster.pools[request.submit.model]
             has_turn = request.entry is not None or not pool.could_place(request.submit)

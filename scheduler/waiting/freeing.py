@@ -52,15 +52,6 @@ class FreeingRate:
         self.held -= amount
         assert self.held >= 0
 
-    @property
-    def is_learnt(self) -> bool:
-        return self._seen > 0
-
-    @property
-    def mean_s(self) -> float:
-        """How long each is held, in seconds; 0 before the first has come free."""
-        return self._mean_s
-
     def wait_s(self, amount: float, now: float, usual_s: float = 0.0) -> float:
         """Returns seconds until `amount` more has come free. If nothing has come free for a while, it is at least that while
         again. `usual_s`: the assumed holding time while nothing was learnt."""

@@ -42,14 +42,6 @@ class Speed(NamedTuple):
     """The priority class has decode workers of its own, since its target differs: see `token_targets`."""
 
 
-class ProjectionAccuracy(NamedTuple):
-    """Sums over requests that were placed, in seconds."""
-
-    projected_s: float = 0.0
-    waited_s: float = 0.0
-    error_s: float = 0.0  # the sum of the absolute errors of the waits projected on arrival, in seconds
-
-
 class Projection:
     """How long requests of one model's queue will wait."""
 
@@ -60,7 +52,6 @@ class Projection:
         self.placed = Releases()
         self._placed_of: defaultdict[str, Releases] = defaultdict(Releases)  # the same, by priority class
         self.margins = Margins()
-        self.accuracy: dict[str, ProjectionAccuracy] = {}  # how far projections were off, by priority class
         self.ratios: dict[str, Ratios] = {}
         """Waits divided by the projected waits, by priority class, unless both are short."""
 
@@ -72,11 +63,7 @@ class Projection:
         request.cohorts = tuple(placed.take(request.work, now) for placed in self._counted(request))
         if request.attempt > 1:
             return
-        sums, waited_s = self.accuracy.get(request.path[0], ProjectionAccuracy()), now - request.since
-        error_s = abs(waited_s - request.projected_s)
-        self.accuracy[request.path[0]] = ProjectionAccuracy(
-            sums.projected_s + request.projected_s, sums.waited_s + waited_s, sums.error_s + error_s
-        )
+        waited_s = now - request.since
         if waited_s > SHORT_S or request.projected_s > SHORT_S:
             found = self.ratios.get(request.path[0]) or self.ratios.setdefault(request.path[0], Ratios())
             found.add(max(waited_s, SHORT_S) / max(request.projected_s, SHORT_S))
@@ -132,8 +119,8 @@ class Projection:
         self, path: Path, work: int, fingerprint: int, speed: Speed, now: float, computed_s: float = 0.0
     ) -> float:
         """Returns the wait that a client is told: until its turn, behind all requests that wait and all that come back before
-        it. Its place is kept for it, unless it has come early. `computed_s`: seconds until prefill has computed the admitted work before it, placed work
-        included."""
+        it. Its place is kept for it, unless it has come early. `computed_s`: seconds until prefill has computed the admitted
+        work before it, placed work included."""
         who = path, fingerprint
         self.obeys(path, fingerprint, now)  # a place that it had is given up
         kept = 0 if self._coming.told(who) is not None else work
@@ -152,7 +139,7 @@ class Projection:
     def _seconds(self, path: Path, work: float, own: int, speed: Speed, now: float) -> float:
         """Seconds until so much work has a place, the last `own` of it included."""
         placed, since = self._placed_of[path[0]] if speed.apart else self.placed, self._line.since
-        steady = since is not None and placed.is_learnt and now - since >= placed.mean_s
+        steady = since is not None and 0.0 < placed.mean_s <= now - since
         prefill_s = self._prefill_s(work, own, speed)
         if placed.held and (speed.decode_is_full or steady):
             return max(placed.wait_s(work, now), prefill_s)

@@ -7,6 +7,7 @@ from scheduler.lifecycle import ON_WORKERS, TERMINAL, RequestState
 from scheduler.request import RETAINED
 from scheduler.waiting.queue_keys import bound_key
 from scheduler.waiting.tenant_work import UNCOMPUTED, WAITING
+from tests.coordinator.consistent import check_room, held_streams
 
 
 def check(core: Core, *, honest: bool = True) -> None:
@@ -14,6 +15,8 @@ def check(core: Core, *, honest: bool = True) -> None:
     registered with attempts at requests that came later."""
     for worker in core.cluster.workers.values():
         worker.check_invariants()
+        if worker.admission is not None:
+            check_room(worker.admission)
         assert len(worker.steps) <= core.limits.steps_in_flight
         assert worker.draining == (worker.incarnation in core.cluster.draining)
         assert all(
@@ -51,7 +54,7 @@ def check(core: Core, *, honest: bool = True) -> None:
             for request in worker.bound.values():
                 assert request.entry is not None and request.entry.key == bound_key(worker.incarnation)
                 assert request.state is RequestState.QUEUED and request.attempt_progress.bound_to == worker.incarnation
-        assert pool.shares.streams() == {
+        assert held_streams(pool.shares) == {
             (worker.incarnation, key): worker.stream(allocation.seqs, worker.admission.demand(key))  # type: ignore[union-attr, arg-type]
             for worker in pool.decode.values()
             for key, allocation in worker.allocations.items()

@@ -116,7 +116,7 @@ class State:
     def end(self, request: Request, trigger: Trigger, why: str, now: float) -> None:
         bill = self.billing.bills.get(request.id)
         output_tokens = bill.counters.output_tokens if bill is not None else request.submit.resumed_tokens
-        self.scheduler.end(request, trigger, output_tokens, now)
+        self.cluster.end(request, trigger, output_tokens, now)
         self.interrupted.pop(request.id, None)
         assert request.state in TERMINAL
         self.tell_state(request, why)

@@ -57,7 +57,7 @@ class Cluster:
         pool.end_trial(request)
         if pool.paused.pop(request.id, None) is not None:
             queue.resume(request)
-        queue.count_uncomputed(request, 0)
+        queue.line.count_uncomputed(request, 0)
         queue.projection.leave(request, now, done=True)
         queue.remove(request)
         queue.refund_output(request)

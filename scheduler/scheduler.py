@@ -55,7 +55,7 @@ class Scheduler:
         pools, queues = self.cluster.pools.values(), self.cluster.queues.values()
         if self.cluster.spread.jobs or any(pool.wakeups.go_on_at_once for pool in pools):
             return now
-        due = [timer for queue in queues if (timer := queue.next_timer()) is not None]
+        due = [timer for queue in queues if (timer := queue.line.next_due()) is not None]
         due += [paused_turns.next_resume(pool) for pool in pools if pool.paused]
         due += [at for pool in pools if (at := pool.breakers.next_wake()) is not None]
         return min(due, default=None)
@@ -76,16 +76,12 @@ class Scheduler:
         cluster, model = self.cluster, request.submit.model
         pool, queue = cluster.pools[model], cluster.queues[model]
         pool.lengths.expect(request, pool.shares)
-        queue.push(request, now, not cluster.draining or cluster.can_run(request))
+        queue.push(request, not cluster.draining or cluster.can_run(request), pool.fastest_tokens_per_s())
         if not paused_turns.begin(request, pool, queue, now):
             suffix.came(request, pool, queue, now)
 
-    def end(self, request: Request, trigger: Trigger, output_tokens: int, now: float) -> None:
-        """End a request in any state: see `Cluster.end`."""
-        self.cluster.end(request, trigger, output_tokens, now)
-
     def finished(self, request: Request, worker: Worker, output_tokens: int, now: float) -> None:
-        """Learn from a finished request. `end` is to follow. `output_tokens`: over all choices."""
+        """Learn from a finished request. `Cluster.end` is to follow. `output_tokens`: over all choices."""
         pool, queue = self.cluster.pools[request.submit.model], self.cluster.queues[request.submit.model]
         queue.learn(request, output_tokens)
         pool.traffic.finished(request.id, output_tokens, now)
@@ -180,7 +176,7 @@ class Scheduler:
         pool, queue = self.cluster.pools[request.submit.model], self.cluster.queues[request.submit.model]
         progress.computed_tokens += chunk.length
         left = request.submit.prompt_tokens - progress.computed_tokens
-        queue.count_uncomputed(request, max(left, 0))
+        queue.line.count_uncomputed(request, max(left, 0))
         if request.state is not RequestState.PREFILLING or left > 0:
             return None
         pool.traffic.computed(request.id, request.cached_tokens, now)
@@ -204,7 +200,7 @@ class Scheduler:
         pool.locality.forget(worker.incarnation, hashes, miss.cached_tokens // size)
         request.cached_tokens = request.attempt_progress.computed_tokens = miss.cached_tokens
         queue.put_back(request, miss.cached_tokens)
-        queue.count_uncomputed(request, submit.prompt_tokens - miss.cached_tokens)
+        queue.line.count_uncomputed(request, submit.prompt_tokens - miss.cached_tokens)
         worker.placed[request.id] = request
         worker.expect(request)
         pool.wakeups.has_own_work(worker)

@@ -17,6 +17,7 @@ from scheduler.placement import suffix
 from scheduler.placement.choice import cached_tokens
 from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
+from scheduler.waiting.tenant_work import UNCOMPUTED
 from scheduler.workers.pool import Pool
 
 SHARE: Final = 0.1
@@ -43,7 +44,7 @@ def _has_to_wait(request: Request, pool: Pool, queue: WaitQueue) -> bool:
         return False
     if sessions.tokens <= sessions.kv_tokens or sessions.mean_s(request.submit.tenant) * rate > sessions.kv_tokens:
         return False
-    return (bool(pool.paused) or queue.work_ahead.work >= BEHIND_S * rate) and not is_found(request, pool)
+    return (bool(pool.paused) or queue.line.work.total(UNCOMPUTED) >= BEHIND_S * rate) and not is_found(request, pool)
 
 
 def is_found(request: Request, pool: Pool) -> bool:
@@ -63,7 +64,7 @@ def next_resume(pool: Pool) -> float:
 def resume_due(pool: Pool, queue: WaitQueue, now: float) -> None:
     """Resume the turn that has waited too long, or else the next one in the fair order, if it is time."""
     oldest = next(iter(pool.paused.values()))
-    limit_s = queue.wait_limit_s(oldest)
+    limit_s = queue.line.limit_s(oldest)
     if oldest.submit.deadline_ms:
         limit_s = min(limit_s, oldest.submit.deadline_ms / 1000)
     if now >= oldest.since + WAIT_SHARE * limit_s:

@@ -27,7 +27,7 @@ def place(
     queue.placed(request)
     count_load(request, prefill, decode, pool, now)
     _reserve(request, prefill, decode)
-    queue.count_uncomputed(request, request.submit.prompt_tokens - request.cached_tokens)
+    queue.line.count_uncomputed(request, request.submit.prompt_tokens - request.cached_tokens)
     if pool.room_for_large.request is request:
         pool.room_for_large.end_placed(
             request.key, decode.allocations[request.key].kv_blocks / decode.capacity.kv_blocks, now

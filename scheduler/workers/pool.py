@@ -23,8 +23,8 @@ from scheduler.score import Weights
 from scheduler.step_pace import StepLimits, StepPace
 from scheduler.step_times import StepTimeSample
 from scheduler.waiting.answer_lengths import AnswerLengths
-from scheduler.waiting.overload import Rate
 from scheduler.waiting.queue_keys import target_class
+from scheduler.waiting.rate import Rate
 from scheduler.workers.bindings import Bindings, PrefixWaits
 from scheduler.workers.candidates import Candidates
 from scheduler.workers.circuit_breakers import NOBODY, Breakers

@@ -332,7 +332,6 @@ class Worker:
                 self.kv_blocks_taken == sum(h.kv_blocks for h in self.allocations.values()) <= self.capacity.kv_blocks
             )
         else:
-            self.admission.check_invariants()
             assert len(self.admission) == len(self.allocations) and all(
                 key in self.admission for key in self.allocations
             )

@@ -15,6 +15,7 @@ from scheduler.kv_admission.admission import KvAdmission
 from scheduler.kv_admission.demand import NEVER, KvDemand
 from scheduler.kv_admission.shared_blocks import SharedBlocks
 from simulation.cluster.cluster import FIRST_DECODE
+from tests.coordinator.consistent import check_room
 from tests.coordinator.test_kv_admission import key
 from tests.coordinator.world import MODEL, Harness, submit
 from tests.helpers import first
@@ -74,7 +75,7 @@ def test_prefix_shared_once_worker_reports_it() -> None:
     room.joined(key(0), 0)
     assert room.peak == 60
     assert room.release(key(1))
-    room.check_invariants()
+    check_room(room)
     assert room.peak == 45 and room.shared == 0, "the one that stays counts all of it"
     assert not room.shares(key(0), {1: 41}), "more than its prompt has"
     assert room.shares(key(9), {1: 3}), "of one that is over"
@@ -91,7 +92,7 @@ def test_prefix_count_passes_to_next_stream() -> None:
     before = room.peak
     for number, shared in ((0, 12), (2, 0)):
         assert room.release(key(number))
-        room.check_invariants()
+        check_room(room)
         assert room.shared == shared and room.peak <= before
     assert room.peak == KvDemand(64, 80).whole(4)
 
@@ -130,7 +131,7 @@ class Sharing(OverloadedCluster):
             self.most_taken = max(self.most_taken, room.taken)
             self.most_shared = max(self.most_shared, room.shared)
             if step % 20 == 0:
-                room.check_invariants()
+                check_room(room)
             if rnd.random() < leaving and cluster.core.cluster.requests:
                 cluster.cancel(rnd.choice(sorted(cluster.core.cluster.requests)))
         return figures

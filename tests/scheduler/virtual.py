@@ -113,5 +113,5 @@ class VirtualWorkers:
         decode, tokens = self.scheduler.cluster.workers[request.decode_incarnation], request.submit.sampling.max_tokens
         self.scheduler.cluster.release(decode, request.key)
         self.scheduler.finished(request, decode, tokens, self.now)
-        self.scheduler.end(request, Trigger.FINISH, tokens, self.now)
+        self.scheduler.cluster.end(request, Trigger.FINISH, tokens, self.now)
         self.finished.append(request)

@@ -22,7 +22,7 @@ from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.circuit_breakers import NOBODY
 from scheduler.workers.pool import Pool
 from scheduler.workers.prefix_index import usable_hashes
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker, PrefillWorker, Worker
 
 FAILURES_KEPT = 7  # earlier failures of its model that a request keeps
 
@@ -90,8 +90,7 @@ class Scheduler:
         queue.learn(request, output_tokens)
         pool.traffic.finished(request.id, output_tokens, now)
         pool.record_success()
-        alone = (NOBODY, worker.incarnation) if worker.is_decode else (worker.incarnation, NOBODY)
-        pool.breakers.worked(alone, request.failed_on)
+        pool.breakers.worked(worker.alone, request.failed_on)
 
     def failed(self, request: Request, worker: Worker, reason: Interrupt, now: float) -> str:
         """Count a failed attempt against its worker or pair of workers. Returns which of them gets no work for a while:
@@ -99,9 +98,8 @@ class Scheduler:
         pool, placed_at = self.cluster.pools[request.submit.model], request.attempt_progress.placed_at
         if reason is Interrupt.ENGINE_ERROR:
             pool.record_failure(worker)
-            key = (NOBODY, worker.incarnation) if worker.is_decode else (worker.incarnation, NOBODY)
+            key, kind = worker.alone, "workers"
             request.failed_on = (*request.failed_on[-FAILURES_KEPT:], key)
-            kind = "workers"
         elif reason is Interrupt.TRANSFER_FAILED:
             key, kind = (request.prefill_incarnation, request.decode_incarnation), "pairs"
         else:
@@ -198,7 +196,7 @@ class Scheduler:
         after all."""
         submit, size = request.submit, worker.capacity.block_size
         pool, queue = self.cluster.pools[submit.model], self.cluster.queues[submit.model]
-        if miss.fetch_failed:
+        if miss.fetch_failed and isinstance(worker, PrefillWorker):
             fetch.failed(worker, request.decode_incarnation, now)
         hashes = usable_hashes(submit, size)
         pool.locality.forget(worker.incarnation, hashes, miss.cached_tokens // size)
@@ -221,10 +219,9 @@ class Scheduler:
         breakers.worked((request.prefill_incarnation, NOBODY), request.failed_on)
         request.fire(Trigger.HANDED_OVER, now)
 
-    def progress(self, worker: Worker, done: DecodeProgress, now: float) -> None:
+    def progress(self, worker: DecodeWorker, done: DecodeProgress, now: float) -> None:
         """A decode worker has run steps."""
         cluster, admission = self.cluster, worker.admission
-        assert admission is not None
         for joined in done.joined:
             admission.joined((joined.request_id, joined.attempt), joined.step)
         outlived(cluster, worker, admission.reached(done.steps))
@@ -242,7 +239,7 @@ class Scheduler:
             # A running attempt has a known end, so it counts for less than a pending one, which may join at any time.
             cluster.pools[worker.hello.model].freed(worker)
 
-    def _time_steps(self, worker: Worker, done: DecodeProgress, now: float) -> None:
+    def _time_steps(self, worker: DecodeWorker, done: DecodeProgress, now: float) -> None:
         """Record how long a decode worker's steps took."""
         steps, sequences = done.timed_steps, done.timed_sequences
         if not steps <= sequences <= steps * worker.capacity.max_seqs or not steps * done.timed_ms:

@@ -11,14 +11,14 @@ from itertools import islice
 from typing import NamedTuple
 
 from proto.limits import HASH_BYTES
-from proto.messages import Role, Submit
+from proto.messages import Submit
 from scheduler.request import Request
 from scheduler.score import DecodeSide, PrefillSide, best_decode, prefill_s
 from scheduler.workers.candidates import EXAMINED_MAX
 from scheduler.workers.circuit_breakers import NOBODY
 from scheduler.workers.pool import Pool
 from scheduler.workers.prefix_index import known_blocks, usable_tokens
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker, PrefillWorker, Worker
 
 FASTER = 0.8
 """A prompt waits for a faster prefill worker only if our own has at most this part of its speed, and the other would be done in
@@ -37,7 +37,7 @@ def uncached_tokens(submit: Submit, pool: Pool) -> int:
     """Returns how many prompt tokens the best prefill worker is believed to have to compute."""
     if not submit.block_hashes:
         return submit.prompt_tokens
-    there = pool.candidates.holders(Role.PREFILL, submit)
+    there = pool.candidates.prefill_holders(submit)
     return submit.prompt_tokens - max((cached_tokens(submit, worker, pool) for worker in there), default=0)
 
 
@@ -47,13 +47,13 @@ def expect_cached(request: Request, prefill: Worker, pool: Pool) -> None:
 
 
 class Better(NamedTuple):
-    worker: Worker  # the worker to wait for, or our own, which computes the prefix once more
+    worker: PrefillWorker  # the worker to wait for, or our own, which computes the prefix once more
     prefix: bytes  # the last block of what another worker has cached, and our own has not
     cached_tokens: int  # the length of that prefix
     waits_s: float  # how much longer the request waits for `worker`
 
 
-def better_prefill(request: Request, own: Worker, pool: Pool, waiting: float, now: float) -> Better | None:
+def better_prefill(request: Request, own: PrefillWorker, pool: Pool, waiting: float, now: float) -> Better | None:
     """The prefill worker to which a request should be bound instead of running on the one that asks; None if there is none.
 
     A worker is considered if it has more of the prompt cached, or else if it is clearly faster; our own has the least work.
@@ -69,7 +69,7 @@ def better_prefill(request: Request, own: Worker, pool: Pool, waiting: float, no
     submit = request.submit
     if _is_unsafe(request, own, pool, now):
         return _safer_prefill(request, pool, now)
-    holders = pool.candidates.holders(Role.PREFILL, submit) if submit.block_hashes else ()
+    holders = pool.candidates.prefill_holders(submit) if submit.block_hashes else ()
     there = [worker for worker in holders if worker is not own and not worker.draining]
     if request.resumed:
         there = [worker for worker in there if not _is_unsafe(request, worker, pool, now)]
@@ -108,7 +108,7 @@ def _safer_prefill(request: Request, pool: Pool, now: float) -> Better | None:
     return None
 
 
-def _faster_prefill(submit: Submit, own: Worker, pool: Pool, now: float) -> Better | None:
+def _faster_prefill(submit: Submit, own: PrefillWorker, pool: Pool, now: float) -> Better | None:
     """Returns a busy prefill worker that would still finish a prompt before our own, slower one; None if there is none."""
     tokens = submit.prompt_tokens
     best, best_s = None, FASTER * (own.tokens_before + tokens) / pool.rate(own)
@@ -119,17 +119,20 @@ def _faster_prefill(submit: Submit, own: Worker, pool: Pool, now: float) -> Bett
     return Better(best, b"", 0, 0.0) if best is not None else None
 
 
-def _is_faster(one: Worker, other: Worker) -> bool:
+def _is_faster(one: PrefillWorker, other: PrefillWorker) -> bool:
     """Whether `one` is clearly faster than `other`, judged by full steps only."""
     return one.has_run_full and other.has_run_full and other.tokens_per_s < FASTER * one.tokens_per_s
 
 
-def better_than_bound(request: Request, own: Worker, bound_to: Worker, pool: Pool, waiting: float, now: float) -> bool:
+def better_than_bound(
+    request: Request, own: PrefillWorker, bound_to: Worker, pool: Pool, waiting: float, now: float
+) -> bool:
     """Whether the last request that was bound to another worker would better run on our own."""
     submit, weights = request.submit, pool.weights
     there, here = request.cached_tokens, cached_tokens(submit, own, pool)
-    one_is_faster = there <= here and (_is_faster(own, bound_to) or _is_faster(bound_to, own))
-    if bound_to.is_decode or one_is_faster:
+    if not isinstance(bound_to, PrefillWorker) or (
+        there <= here and (_is_faster(own, bound_to) or _is_faster(bound_to, own))
+    ):
         tokens = submit.prompt_tokens - here
         return (own.tokens_before + tokens) / pool.rate(own) < FASTER * bound_to.tokens_before / pool.rate(bound_to)
     there_side, here_side = _prefill_side(bound_to, there, pool), _prefill_side(own, here, pool)
@@ -147,13 +150,13 @@ def last_block(submit: Submit, cached_tokens: int) -> bytes:
     return submit.block_hashes[max(end - HASH_BYTES, 0) : end]
 
 
-def best_prefill_first(submit: Submit, pool: Pool, now: float) -> list[Worker]:
+def best_prefill_first(submit: Submit, pool: Pool, now: float) -> list[PrefillWorker]:
     """Returns prefill workers, best first: those that have the prompt cached and those with the least to do, or all if there
     are few. Those whose host has just lost a worker come last."""
-    found = {worker.incarnation: worker for worker in pool.candidates.holders(Role.PREFILL, submit)}
+    found = {worker.incarnation: worker for worker in pool.candidates.prefill_holders(submit)}
     found.update((incarnation, pool.prefill[incarnation]) for incarnation in islice(pool.wakeups.idle, EXAMINED_MAX))
 
-    def order(worker: Worker) -> tuple[bool, float, int]:
+    def order(worker: PrefillWorker) -> tuple[bool, float, int]:
         side = _prefill_side(worker, cached_tokens(submit, worker, pool), pool)
         fails = pool.breakers.host_fails(worker.hello.host, now)
         return fails, prefill_s(submit.prompt_tokens, side, pool.weights), worker.incarnation
@@ -161,7 +164,9 @@ def best_prefill_first(submit: Submit, pool: Pool, now: float) -> list[Worker]:
     return sorted(found.values(), key=order)
 
 
-def choose_decode(request: Request, prefill: Worker, decode: Sequence[Worker], pool: Pool, now: float) -> Worker | None:
+def choose_decode(
+    request: Request, prefill: Worker, decode: Sequence[DecodeWorker], pool: Pool, now: float
+) -> DecodeWorker | None:
     """The best of these decode workers, which have room for it."""
     if len(decode) < 2:
         return decode[0] if decode else None
@@ -172,7 +177,7 @@ def choose_decode(request: Request, prefill: Worker, decode: Sequence[Worker], p
     return None if incarnation is None else pool.decode[incarnation]
 
 
-def hand_over_s(submit: Submit, prefill: Worker, decode: Worker, pool: Pool, now: float) -> float:
+def hand_over_s(submit: Submit, prefill: Worker, decode: DecodeWorker, pool: Pool, now: float) -> float:
     """The cost of handing over the blocks that a decode worker does not have, less its credit: see `hand_overs`."""
     if decode.is_same_process(prefill):
         return 0.0
@@ -180,12 +185,12 @@ def hand_over_s(submit: Submit, prefill: Worker, decode: Worker, pool: Pool, now
     return max(cost_s - pool.hand_overs.credit_s(decode.incarnation, now), 0.0)
 
 
-def missing_blocks(submit: Submit, decode: Worker, pool: Pool) -> int:
+def missing_blocks(submit: Submit, decode: DecodeWorker, pool: Pool) -> int:
     size = decode.capacity.block_size
     return -(-submit.prompt_tokens // size) - known_blocks(pool.locality, decode.incarnation, submit, size)
 
 
-def count_load(request: Request, prefill: Worker, decode: Worker, pool: Pool, now: float) -> None:
+def count_load(request: Request, prefill: Worker, decode: DecodeWorker, pool: Pool, now: float) -> None:
     """Credit the least full decode worker before a request is placed on a fuller one, or let this one pay."""
     blocks = request.attempt_progress.sent_blocks = missing_blocks(request.submit, decode, pool)
     cost_s = blocks * pool.hand_overs.block_s(prefill.hello.host, decode.hello.host)
@@ -195,7 +200,7 @@ def count_load(request: Request, prefill: Worker, decode: Worker, pool: Pool, no
         pool.hand_overs.forgo(least.incarnation, pool.weights.load_s * forgone, now)
 
 
-def _prefill_side(worker: Worker, cached: int, pool: Pool) -> PrefillSide:
+def _prefill_side(worker: PrefillWorker, cached: int, pool: Pool) -> PrefillSide:
     return PrefillSide(
         tokens_before=worker.tokens_before,
         tokens_per_s=pool.rate(worker),
@@ -206,7 +211,7 @@ def _prefill_side(worker: Worker, cached: int, pool: Pool) -> PrefillSide:
     )
 
 
-def _decode_side(worker: Worker, request: Request, prefill: Worker, pool: Pool, now: float) -> DecodeSide:
+def _decode_side(worker: DecodeWorker, request: Request, prefill: Worker, pool: Pool, now: float) -> DecodeSide:
     return DecodeSide(
         hand_over_s=hand_over_s(request.submit, prefill, worker, pool, now),
         fullness=worker.fullness,

@@ -22,7 +22,7 @@ from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
 from scheduler.waiting.queue_keys import Demand, class_key, classes_without_room, is_class
 from scheduler.workers.pool import Pool
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker, PrefillWorker, Worker
 
 MOVES_MAX = 4
 """How often a request may be bound to a worker that has more of it cached. After that it runs where its turn comes."""
@@ -31,15 +31,15 @@ MOVES_MAX = 4
 class Run(NamedTuple):
     start: int  # the chunk's first token: those before it are dispatched or cached on the worker
     length: int
-    decode: Worker | None  # none where the request is placed already
+    decode: DecodeWorker | None  # none where the request is placed already
     copied: bytes
     """The prefix that is computed once more though another worker has it; empty if there is none. See `bindings`."""
     begins: Beginning = Beginning(0)  # the part of its prompt that need not be computed, if it is placed now
 
 
 class PlaceElsewhere(NamedTuple):
-    prefill: Worker
-    decode: Worker
+    prefill: PrefillWorker
+    decode: DecodeWorker
 
 
 class Wait(NamedTuple):
@@ -83,9 +83,9 @@ def decide(
     size = worker.capacity.block_size
     if not queued:
         return Run(request.dispatched_tokens, fitting(request, request.dispatched_tokens, left, size), None, b"")
-    assert request.entry is not None
+    assert request.entry is not None and isinstance(worker, DecodeWorker | PrefillWorker)
     pool.lengths.expect(request, pool.shares)
-    if worker.is_decode:
+    if isinstance(worker, DecodeWorker):
         return _suffix(request, worker, pool, queue, left, now)
     in_class, copied = is_class(request.entry.key), b""
     if in_class and request.attempt_progress.moves < MOVES_MAX:
@@ -111,7 +111,7 @@ def decide(
     return Run(begins.tokens, fitting(request, begins.tokens, left, size), decode, copied, begins)
 
 
-def _suffix(request: Request, worker: Worker, pool: Pool, queue: WaitQueue, left: int, now: float) -> TurnOutcome:
+def _suffix(request: Request, worker: DecodeWorker, pool: Pool, queue: WaitQueue, left: int, now: float) -> TurnOutcome:
     """Decide on a request whose suffix a decode worker is to compute."""
     if not takes(worker, request, pool, now) or waits_behind(request, pool, queue):
         return Apart.ELSEWHERE
@@ -119,14 +119,14 @@ def _suffix(request: Request, worker: Worker, pool: Pool, queue: WaitQueue, left
     return Run(start, fitting(request, start, left, worker.capacity.block_size), worker, b"")
 
 
-def _no_room(request: Request, worker: Worker, pool: Pool, queue: WaitQueue, copied: bytes = b"") -> NoRoom:
+def _no_room(request: Request, worker: PrefillWorker, pool: Pool, queue: WaitQueue, copied: bytes = b"") -> NoRoom:
     if not worker.fits(request.submit) or pool.breakers.concern(worker.incarnation):
         return NoRoom(False, (), copied)
     demand = _demand(request)
     return NoRoom(True, (class_key(demand), *classes_without_room(demand, queue.classes())), copied)
 
 
-def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | None:
+def room(request: Request, prefill: PrefillWorker, pool: Pool, now: float) -> DecodeWorker | None:
     """The best decode worker for a request that `prefill` could take, or None if it cannot run there now."""
     submit = request.submit
     if prefill.draining or not prefill.fits(submit):

@@ -8,7 +8,7 @@ from scheduler.placement.choice import best_prefill_first, choose_decode
 from scheduler.placement.place import place_at_once
 from scheduler.request import RETAINED, Request
 from scheduler.workers.pool import Pool
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker, PrefillWorker
 
 
 def place_retained(cluster: Cluster, pool: Pool, now: float) -> None:
@@ -18,7 +18,7 @@ def place_retained(cluster: Cluster, pool: Pool, now: float) -> None:
     for request in list(pool.retained.values()):
         retained = request.attempt_progress.retained
         assert retained is not None
-        decode = cluster.workers[retained.decode_incarnation]
+        decode = pool.decode[retained.decode_incarnation]
         if (
             request.entry is None
             or request.state is not RequestState.QUEUED
@@ -76,7 +76,7 @@ def place_suspect(cluster: Cluster, pool: Pool, now: float) -> bool:
     return False
 
 
-def _prefill_for(request: Request, decode: Worker, pool: Pool, now: float) -> Worker | None:
+def _prefill_for(request: Request, decode: DecodeWorker, pool: Pool, now: float) -> PrefillWorker | None:
     """The best prefill worker with room for a request that has room on this decode worker."""
     for prefill in best_prefill_first(request.submit, pool, now):
         if not prefill.draining and prefill.fits(request.submit) and pool.may_pair(prefill, decode, now):

@@ -12,7 +12,6 @@ turns of its tenant.
 
 from typing import Final
 
-from proto.messages import Role
 from scheduler.placement import suffix
 from scheduler.placement.choice import cached_tokens
 from scheduler.request import Request
@@ -49,7 +48,7 @@ def _has_to_wait(request: Request, pool: Pool, queue: WaitQueue) -> bool:
 def is_found(request: Request, pool: Pool) -> bool:
     """Whether a worker has most of the KV that its last turn left."""
     submit, turn = request.submit, request.turn
-    holders = pool.candidates.holders(Role.PREFILL, submit) + pool.candidates.holders(Role.DECODE, submit)
+    holders = pool.candidates.holders(submit)
     return turn is not None and any(2 * cached_tokens(submit, worker, pool) >= turn.kept_tokens for worker in holders)
 
 

@@ -7,7 +7,7 @@ from scheduler.placement.choice import count_load
 from scheduler.placement.fetch import Beginning, beginning
 from scheduler.request import Request
 from scheduler.workers.circuit_breakers import NOBODY
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker, PrefillWorker, Worker
 
 _NOTHING_FETCHED = Beginning(0)
 
@@ -16,7 +16,7 @@ def place(
     cluster: Cluster,
     request: Request,
     prefill: Worker,
-    decode: Worker,
+    decode: DecodeWorker,
     now: float,
     begins: Beginning = _NOTHING_FETCHED,
 ) -> None:
@@ -48,7 +48,7 @@ def place(
     cluster.decisions.append(Placement(request, prefill, decode, blocks, returns))
 
 
-def place_at_once(cluster: Cluster, request: Request, prefill: Worker, decode: Worker, now: float) -> None:
+def place_at_once(cluster: Cluster, request: Request, prefill: Worker, decode: DecodeWorker, now: float) -> None:
     """Place a request and wake its prefill worker. The worker's next step takes the request in its turn and charges for it."""
     pool, queue = cluster.pools[request.submit.model], cluster.queues[request.submit.model]
     pool.bindings.unbind(request)
@@ -60,12 +60,10 @@ def place_at_once(cluster: Cluster, request: Request, prefill: Worker, decode: W
     pool.wakeups.has_own_work(prefill)
 
 
-def _reserve(request: Request, prefill: Worker, decode: Worker) -> None:
-    if prefill is not decode:
-        prefill.hold(request.key, prefill.prefill_allocation(request.submit, request.path))
-    decode.hold(
-        request.key, decode.decode_allocation(request.submit, request.path, request.expected_left, request.tpot_ms)
-    )
+def _reserve(request: Request, prefill: Worker, decode: DecodeWorker) -> None:
+    if isinstance(prefill, PrefillWorker):
+        prefill.reserve(request)
+    decode.reserve(request)
     attempt_progress = request.attempt_progress
     attempt_progress.prefill_incarnation, attempt_progress.decode_incarnation = prefill.incarnation, decode.incarnation
     attempt_progress.computed_tokens = request.cached_tokens

@@ -17,7 +17,7 @@ from scheduler.waiting.queue import WaitQueue
 from scheduler.waiting.queue_keys import bound_key
 from scheduler.workers.candidates import EXAMINED_MAX
 from scheduler.workers.pool import Pool
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import PrefillWorker, Worker
 
 STEALS_MAX = 8  # a request that was bound to a worker so often stays where it is
 LOOK_EVERY_S = 0.1  # how often streams that could give way are looked for at events that let no request be placed
@@ -75,7 +75,7 @@ def _ask_workers(cluster: Cluster, pool: Pool, queue: WaitQueue, now: float) -> 
 def _steal(worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
     """Let a worker with nothing to do take the last request bound to another worker, if it starts earlier here. Returns
     whether it did."""
-    if worker.is_decode or not pool.wakeups.may_place_on(worker) or not pool.has_pair(worker, now):
+    if not isinstance(worker, PrefillWorker) or not pool.wakeups.may_place_on(worker) or not pool.has_pair(worker, now):
         return False
     hosts = [
         pool.workers[incarnation]

@@ -16,25 +16,25 @@ from collections.abc import Iterable
 from math import inf
 from typing import NamedTuple
 
-from proto.messages import Role, Submit
+from proto.messages import Submit
 from scheduler.placement.choice import cached_tokens, hand_over_s
 from scheduler.placement.fetch import beginning
 from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
 from scheduler.waiting.queue_keys import bound_key
 from scheduler.workers.pool import Pool
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker, PrefillWorker, Worker
 
 
 class OnDecode(NamedTuple):
-    decode: Worker  # it computes the suffix
+    decode: DecodeWorker  # it computes the suffix
     cached_tokens: int
     there_s: float
     elsewhere_s: float
 
 
 def best_on_decode(
-    request: Request, pool: Pool, queue: WaitQueue, now: float, own: Worker | None = None
+    request: Request, pool: Pool, queue: WaitQueue, now: float, own: PrefillWorker | None = None
 ) -> OnDecode | None:
     """Returns the decode worker that would finish the prompt before any prefill worker; None if there is none. `own`: the
     prefill worker that asks; None: the request has just come."""
@@ -42,7 +42,7 @@ def best_on_decode(
     if not submit.block_hashes or not _may_run_on_decode(request, pool):
         return None
     load_s, best, best_s, best_cached = pool.weights.load_s, None, inf, 0
-    for worker in pool.candidates.holders(Role.DECODE, submit):
+    for worker in pool.candidates.decode_holders(submit):
         if not takes(worker, request, pool, now):
             continue
         cached = cached_tokens(submit, worker, pool)
@@ -51,7 +51,7 @@ def best_on_decode(
             best, best_s, best_cached = worker, done_s + load_s * worker.fullness, cached
     if best is None:
         return None
-    prefill = pool.candidates.holders(Role.PREFILL, submit) + pool.candidates.first_to_finish()
+    prefill = pool.candidates.prefill_holders(submit) + pool.candidates.first_to_finish()
     if own is not None:
         prefill.append(own)
     waiting = len(queue) - 1 if own is None else 0
@@ -78,7 +78,7 @@ def came(request: Request, pool: Pool, queue: WaitQueue, now: float) -> None:
     queue.settle_on(request, bound_key(found.decode.incarnation))
 
 
-def takes(worker: Worker, request: Request, pool: Pool, now: float) -> bool:
+def takes(worker: DecodeWorker, request: Request, pool: Pool, now: float) -> bool:
     """Whether this decode worker may compute and decode the request now."""
     if not worker.capacity.computes_suffixes or worker.draining or worker.incarnation == pool.room_for_large.decode:
         return False
@@ -102,7 +102,7 @@ def done_in_s(worker: Worker, submit: Submit, cached: int, pool: Pool) -> float:
 
 
 def _prefill_s(
-    submit: Submit, prefill: Iterable[Worker], decode: Worker, pool: Pool, waiting: int, now: float
+    submit: Submit, prefill: Iterable[PrefillWorker], decode: DecodeWorker, pool: Pool, waiting: int, now: float
 ) -> float:
     """Returns how many seconds the best of these prefill workers takes, hand-over to `decode` included. `waiting`: requests
     that wait for a turn, all taken to be like this one."""

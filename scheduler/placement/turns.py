@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-from proto.messages import Role
 from scheduler.placement.choice import cached_tokens
 from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
@@ -19,7 +18,7 @@ def begin(request: Request, pool: Pool, queue: WaitQueue, counters: Counter[str]
     if not turn.kept_tokens:
         return
     found = False
-    for worker in pool.candidates.holders(Role.PREFILL, submit) + pool.candidates.holders(Role.DECODE, submit):
+    for worker in pool.candidates.holders(submit):
         size = worker.capacity.block_size
         found = found or cached_tokens(submit, worker, pool) // size >= turn.kept_tokens // size
     counters["lease_found" if found else "lease_broken"] += 1

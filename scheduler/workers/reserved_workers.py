@@ -12,11 +12,11 @@ be all that can run until then.
 from collections.abc import Mapping
 
 from scheduler.request import Request
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker
 
 
 class RoomForLargeRequest:
-    def __init__(self, decode: Mapping[int, Worker]) -> None:
+    def __init__(self, decode: Mapping[int, DecodeWorker]) -> None:
         self._workers = decode
         self.request: Request | None = None
         self.decode = self.prefill = 0  # incarnations of the workers that are closed to others; 0: none

@@ -11,6 +11,7 @@ from scheduler.placement.fetch import PAUSE_S
 from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster
 from tests.coordinator.logged_core import LoggedCore, as_logged, replay
 from tests.coordinator.test_suffixes import BLOCK, World
+from tests.coordinator.world import MODEL
 
 
 def world(rate: float = 2000.0, *, fetches: bool = True) -> World:
@@ -33,7 +34,7 @@ def test_answer_is_fetched_not_recomputed() -> None:
     had = (800 + 160 - 1) // BLOCK * BLOCK
     assert cluster.requests["t1"].cached_tokens == had, "the last token of an answer is never computed"
     assert cluster.computed()["t1"] == 1000 - had
-    assert cluster.core.cluster.workers[FIRST_PREFILL].fetch_token_s > 0, "it is measured"
+    assert cluster.core.cluster.pools[MODEL].prefill[FIRST_PREFILL].fetch_token_s > 0, "it is measured"
     story = Timeline("t1")
     assert replay(as_logged(cluster.core).event_log()).run(story) is None
     [placed] = [entry for entry in story.finish() if isinstance(entry, Placed)]

@@ -27,7 +27,7 @@ from scheduler.waiting.projection import Projection
 from scheduler.waiting.retries import RetryBudget
 from scheduler.workers.circuit_breakers import Breakers
 from scheduler.workers.pool import Pool
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker, Worker
 from tests.world.faults.ledger import CheckedLedger
 from tests.world.planted import Planted
 
@@ -161,7 +161,7 @@ def a_cancel_forgets_the_decode_side(m: pytest.MonkeyPatch) -> None:
 
     def release(self: state.State, key: tuple[str, int]) -> None:
         for worker in self.cluster.workers.values():
-            if key in worker.allocations and worker.admission is None:
+            if key in worker.allocations and not worker.is_decode:
                 self.send(worker.incarnation, Release(*key))
 
     m.setattr(state.State, "release_everywhere", release)
@@ -400,7 +400,7 @@ def what_has_left_still_counts_as_placed(m: pytest.MonkeyPatch) -> None:
 def room_in_decode_is_asked_for_sequences_alone(m: pytest.MonkeyPatch) -> None:
     """More is let in than the blocks last for."""
 
-    def fits(self: Worker, submit: Submit, *_: Any, **__: Any) -> bool:
+    def fits(self: DecodeWorker, submit: Submit, *_: Any, **__: Any) -> bool:
         return submit.choices <= self.free_seqs
 
-    m.setattr(Worker, "fits", fits)
+    m.setattr(DecodeWorker, "fits", fits)

@@ -9,7 +9,6 @@ from proto.progress import DecodeProgress
 from proto.status import KvHeld, KvPairs
 from scheduler.kv_admission.shared_blocks import chains
 from scheduler.lifecycle import ON_WORKERS, RequestState, Trigger
-from scheduler.placement import fetch
 from scheduler.workers.worker import DecodeWorker, PrefillWorker
 
 
@@ -109,7 +108,7 @@ def handed_over(state: State, incarnation: int, event: Received, now: float) -> 
     state.counters["kv_bytes_moved"] += done.kv_bytes
     worker = state.cluster.workers[incarnation]
     if done.fetched_tokens and done.fetch_ms and isinstance(worker, PrefillWorker):
-        fetch.measured(worker, done.fetched_tokens, done.fetch_ms)
+        worker.measure_fetch(done.fetched_tokens, done.fetch_ms)
     state.counters["kv_exposed_us"] += round(1000 * done.transfer_ms)  # what prefill did not hide
     state.release(incarnation, (done.request_id, done.attempt), 0, first=True)
     if (

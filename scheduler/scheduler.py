@@ -14,7 +14,8 @@ from scheduler.decisions import Decision
 from scheduler.kv_admission.shared_blocks import chains
 from scheduler.lifecycle import RequestState, Trigger
 from scheduler.limits import SchedulerLimits
-from scheduler.placement import fetch, paused_turns, suffix, turns
+from scheduler.placement import paused_turns
+from scheduler.placement.place import came
 from scheduler.placement.preemption import charge_decode, give_back, outlived, relieve
 from scheduler.placement.schedule import schedule
 from scheduler.request import Request
@@ -64,12 +65,29 @@ class Scheduler:
 
     def admit(self, request: Request, now: float) -> None:
         """Take on a new request. `submit` lets it wait."""
-        pool, queue = self.cluster.pools[request.submit.model], self.cluster.queues[request.submit.model]
         self.cluster.requests[request.id] = request
         if request.suspicion is not None:
-            pool.suspects[request.id] = request
+            self.cluster.pools[request.submit.model].suspects[request.id] = request
         request.pay_for_drained(0)
-        turns.begin(request, pool, queue, self.cluster.counters, now)
+        self._begin_turn(request, now)
+
+    def _begin_turn(self, request: Request, now: float) -> None:
+        """Begin a request's turn in its session, and charge for the KV that was kept for it, if others wait. A later attempt,
+        or a request without block hashes, is no turn. `Request.end_turn` ends it."""
+        submit = request.submit
+        pool, queue = self.cluster.pools[submit.model], self.cluster.queues[submit.model]
+        if submit.attempt > 1 or not submit.block_hashes:
+            return
+        turn = request.turn = pool.sessions.came(submit, request.blob, queue.weight(request.path), now)
+        if not turn.kept_tokens:
+            return
+        found = any(
+            pool.cached_tokens(submit, worker) >= turn.kept_tokens - turn.kept_tokens % worker.capacity.block_size
+            for worker in pool.candidates.holders(submit)
+        )
+        self.cluster.counters["lease_found" if found else "lease_broken"] += 1
+        if found:
+            queue.charge_kept(request.path, turn.cost)
 
     def submit(self, request: Request, now: float) -> None:
         """Let a request wait for a turn: its first attempt, or a later one."""
@@ -78,7 +96,7 @@ class Scheduler:
         pool.lengths.expect(request, pool.shares)
         queue.push(request, now, not cluster.draining or cluster.can_run(request))
         if not paused_turns.begin(request, pool, queue, now):
-            suffix.came(request, pool, queue, now)
+            came(request, pool, queue, now)
 
     def end(self, request: Request, trigger: Trigger, output_tokens: int, now: float) -> None:
         """End a request in any state: see `Cluster.end`."""
@@ -197,7 +215,7 @@ class Scheduler:
         submit, size = request.submit, worker.capacity.block_size
         pool, queue = self.cluster.pools[submit.model], self.cluster.queues[submit.model]
         if miss.fetch_failed and isinstance(worker, PrefillWorker):
-            fetch.failed(worker, request.decode_incarnation, now)
+            worker.pause_fetches(request.decode_incarnation, now)
         hashes = usable_hashes(submit, size)
         pool.locality.forget(worker.incarnation, hashes, miss.cached_tokens // size)
         request.cached_tokens = request.attempt_progress.computed_tokens = miss.cached_tokens

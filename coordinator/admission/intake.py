@@ -14,7 +14,6 @@ from proto.limits import HASH_BYTES
 from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
 from proto.progress import EndPrefix, EndSession
 from scheduler.lifecycle import ON_WORKERS, RequestState, Trigger
-from scheduler.placement.choice import uncached_tokens
 from scheduler.request import Request
 
 
@@ -190,7 +189,7 @@ def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, s
     while len(queue) - len(victims) >= limits.queue_requests_max or (
         queue.backlog.tokens + submit.prompt_tokens > limits.queue_tokens_max
     ):
-        late = queue.too_late(now, pool.fastest_tokens_per_s(), lambda other: uncached_tokens(other, pool))
+        late = queue.too_late(now, pool.fastest_tokens_per_s(), pool.uncached_tokens)
         if late is not None and late not in victims:
             _shed(state, late, now)
             continue

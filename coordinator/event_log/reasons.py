@@ -14,7 +14,6 @@ from scheduler.fairness.fair_node import FairNode
 from scheduler.fairness.fair_queue import where_they_part
 from scheduler.fairness.tenant_queue import AGED, Entry
 from scheduler.observer import Looked, Outcome
-from scheduler.placement.choice import cached_tokens
 from scheduler.request import Request
 from scheduler.waiting.queue_keys import TRIAL_KEY, bound_key, is_class
 from scheduler.workers.pool import Pool
@@ -182,7 +181,7 @@ def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoomOnWorker:
 
 
 def _elsewhere(target: Request, asked: Worker, pool: Pool) -> CachedElsewhere | FasterElsewhere | None:
-    cached = {incarnation: cached_tokens(target.submit, worker, pool) for incarnation, worker in pool.prefill.items()}
+    cached = {incarnation: pool.cached_tokens(target.submit, worker) for incarnation, worker in pool.prefill.items()}
     best = max(cached, key=lambda incarnation: cached[incarnation])
     here = cached[asked.incarnation]
     if cached[best] > here:

@@ -107,7 +107,7 @@ def give_back(cluster: Cluster, worker: DecodeWorker, now: float) -> None:
         if room.peak_without(leave) <= room.kv_blocks:
             return
         leave.append(key)
-        pool.gives_way = [key]
+        pool.gives_way = [*(one for one in pool.gives_way if one in cluster.where), key]
         why = f"answers of {'/'.join(worker.allocations[key].path)} are longer than was expected"
         cluster.interrupt(cluster.requests[key[0]], Interrupt.PREEMPTED, why, now)
 

@@ -18,7 +18,7 @@ from scheduler.fairness.headroom import Headroom
 from scheduler.fairness.held_shares import HeldShares
 from scheduler.kv_admission.admission import Key
 from scheduler.kv_admission.sessions import Sessions
-from scheduler.request import Request
+from scheduler.request import RETAINED, Request
 from scheduler.score import Weights
 from scheduler.step_pace import StepLimits, StepPace
 from scheduler.step_times import StepTimeSample
@@ -30,7 +30,7 @@ from scheduler.workers.candidates import Candidates
 from scheduler.workers.circuit_breakers import NOBODY, Breakers
 from scheduler.workers.hand_overs import HandOvers
 from scheduler.workers.ordered import Ordered
-from scheduler.workers.prefix_index import Locality
+from scheduler.workers.prefix_index import Locality, known_blocks, usable_tokens
 from scheduler.workers.reserved_workers import RoomForLargeRequest
 from scheduler.workers.token_targets import TokenTargets
 from scheduler.workers.traffic import RecentTraffic
@@ -109,7 +109,7 @@ class Pool:
         self.workers[worker.incarnation] = worker
         if isinstance(worker, DecodeWorker):
             self.decode[worker.incarnation], worker.shares = worker, self.shares
-        elif isinstance(worker, PrefillWorker):
+        else:
             self.prefill[worker.incarnation] = worker
             if worker.hello.process:
                 self._mixed[_process(worker)] = worker
@@ -176,7 +176,7 @@ class Pool:
             else:
                 self._by_rate.drop(worker.incarnation)
             self.wakeups.steps_changed(worker)
-        elif isinstance(worker, DecodeWorker):
+        else:
             self.targets.changed(worker)
             self.candidates.decode_changed(worker)
             if worker.capacity.computes_suffixes:
@@ -247,13 +247,54 @@ class Pool:
         return any(not decode.draining and self.may_pair(prefill, decode, now) for decode in self.decode.values())
 
     def decode_candidates(self, request: Request, prefill: Worker, now: float) -> list[DecodeWorker]:
-        """Decode workers to which this prefill worker may send. Not those that are closed to all but one request."""
-        closed = self.room_for_large.decode
+        """Decode workers to which this prefill worker may send: the one that keeps room for the request, those that run no
+        other suspect for a suspect, else a few. Not one that is closed to all requests but another."""
+        large = self.room_for_large
 
         def takes(decode: DecodeWorker) -> bool:
-            return not decode.draining and decode.incarnation != closed and self.may_pair(prefill, decode, now)
+            closed = decode.incarnation == large.decode and request is not large.request
+            return not closed and not decode.draining and self.may_pair(prefill, decode, now)
 
+        if self.trials.concern(request, now):
+            return [decode for decode in self.trials.free() if takes(decode)]
+        keeps = self.decode.get(large.decode) if request is large.request else self.keeps_room(request)
+        if keeps is not None and takes(keeps):
+            return [keeps]
         return self.candidates.decode(request, takes)
+
+    def keeps_room(self, request: Request) -> DecodeWorker | None:
+        """The decode worker that keeps the blocks of the request's last attempt, and has released that attempt."""
+        retained = request.attempt_progress.retained
+        decode = self.decode.get(retained.decode_incarnation) if retained is not None else None
+        return decode if decode is not None and (request.id, RETAINED) in decode.allocations else None
+
+    def returning(self) -> list[Request]:
+        """Requests that lost their prefill worker and kept their room in decode. They have had their turn."""
+        waiting = (request for request in self.retained.values() if request.waits and request.entry is not None)
+        return [request for request in waiting if self.keeps_room(request) is not None]
+
+    def large_request(self, now: float) -> list[Request]:
+        """The request that was bypassed too often, once the decode worker that is kept for it has room. Its tenant pays for the
+        time in which that worker took no other request."""
+        large, decode = self.room_for_large, self.decode.get(self.room_for_large.decode)
+        request = large.request
+        if request is None:
+            return []
+        if decode is None or decode.draining or not self.could_place(request.submit):
+            large.end(now)  # no tenant pays for this
+            self.wakeups.look_anew()
+            return []
+        if not self.decode_fits(decode, request):
+            return []
+        if not large.prefill and not any(worker.fits(request.submit) for worker in self.prefill.values()):
+            large.keep_prefill(w for w in self.prefill.values() if self.may_pair(w, decode, now))
+        return [request]
+
+    def starts_at_once(self, worker: Worker) -> bool:
+        """Whether something placed on a prefill worker is in its next step, which it can be given now."""
+        if worker.incarnation not in self.wakeups.idle or worker.undispatched:
+            return False
+        return self.wakeups.may_place_on(worker) and not self.breakers.concern(worker.incarnation)
 
     def end_trial(self, request: Request) -> None:
         """End a suspect's trial in decode, or its wait for one."""
@@ -265,6 +306,9 @@ class Pool:
     ) -> bool:
         """Whether a decode worker has room for a request now, or when the streams in `without` are gone, and no target is
         missed there for it. `short`: the result of `short_targets`."""
+        kept = request.id, RETAINED
+        if kept in decode.allocations:
+            return decode.fits(request.submit, request.expected_left, (kept,))
         leaves = self.headroom.share if self.shares.holds_more(request.path) else 0.0
         if not decode.fits(request.submit, request.expected_left, without, leaves=leaves):
             return False
@@ -297,9 +341,29 @@ class Pool:
         """Whether a class of targets has decode workers of its own, and targets are what requests wait for, or did lately."""
         return now - self._targets_short_at <= APART_S and self.targets.has_own(tpot_ms)
 
-    def is_measured_long_ago(self, decode: DecodeWorker) -> bool:
-        """Whether a decode worker's speed is to be measured anew with one stream."""
-        return self.finished - decode.measured_at >= MEASURE_AFTER
+    def token_s(self, decode: DecodeWorker) -> float:
+        """How long a decode worker's streams wait for each token; 0: not known, or to be measured anew with one stream."""
+        is_known = decode.allocations or self.finished - decode.measured_at < MEASURE_AFTER
+        return decode.token_ms / 1000 if is_known else 0.0
+
+    # --- what is cached ---------------------------------------------------------------------------------------------------
+
+    def cached_tokens(self, submit: Submit, worker: Worker) -> int:
+        """Returns how many prompt tokens a worker is believed to have cached, counting only those that save work."""
+        if not submit.block_hashes:
+            return 0
+        size = worker.capacity.block_size
+        return usable_tokens(known_blocks(self.locality, worker.incarnation, submit, size), submit, size)
+
+    def uncached_tokens(self, submit: Submit) -> int:
+        """Returns how many prompt tokens the best prefill worker is believed to have to compute."""
+        holders = self.candidates.prefill_holders(submit) if submit.block_hashes else ()
+        return submit.prompt_tokens - max((self.cached_tokens(submit, worker) for worker in holders), default=0)
+
+    def missing_blocks(self, submit: Submit, decode: DecodeWorker) -> int:
+        """Returns how many of a prompt's blocks a decode worker is believed not to have."""
+        size = decode.capacity.block_size
+        return -(-submit.prompt_tokens // size) - known_blocks(self.locality, decode.incarnation, submit, size)
 
     # --- trouble --------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Both may be given chunks of prompts: a decode worker computes a prompt whose beg
 
 from collections.abc import Callable, Collection
 from math import ceil, inf
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -21,6 +22,9 @@ from scheduler.request import Request
 from scheduler.step_fit import StepFit
 from scheduler.step_pace import StepLimits, StepPace
 from scheduler.workers.circuit_breakers import NOBODY, Pair
+
+ROUND_TRIP_S = 0.002  # the time of a fetch beside that for its tokens
+FETCH_PAUSE_S = 60.0
 
 WORKERS = (Role.PREFILL, Role.DECODE)
 Where = dict[tuple[str, int], list[int]]  # the workers that hold something for each attempt
@@ -39,10 +43,10 @@ class Allocation(msgspec.Struct, frozen=True, gc=False):
     tpot_ms: float = 0.0  # its target for the time per token in decode; 0: none, or not known
 
 
-class Worker:
+class WorkerBase:
     """What workers of both roles have: attempts that hold something, and chunks of prompts to compute."""
 
-    is_decode = False
+    is_decode: ClassVar[bool]
 
     def __init__(self, hello: Hello) -> None:
         assert hello.capacity is not None
@@ -50,7 +54,7 @@ class Worker:
         self.free_seqs = hello.capacity.max_seqs
         self.allocations: dict[Key, Allocation] = {}
         self.where: Where = {}  # the workers on which each attempt holds something, shared by all workers
-        self.on_change: Callable[[Worker], None] = lambda worker: None  # told of changed allocations and steps
+        self.on_change: Callable[[Any], None] = lambda worker: None  # told of changed allocations and steps
         self.placed: dict[str, Request] = {}  # prompts with tokens not yet dispatched, oldest first
         self.bound: dict[str, Request] = {}  # requests not placed yet that wait for this worker, oldest first
         self.undispatched: dict[str, int] = {}  # prompt tokens still to be sent, by request placed or bound here
@@ -81,7 +85,7 @@ class Worker:
         """The worker by itself, for the circuit breakers."""
         return (NOBODY, self.incarnation) if self.is_decode else (self.incarnation, NOBODY)
 
-    def is_same_process(self, other: "Worker") -> bool:
+    def is_same_process(self, other: "WorkerBase") -> bool:
         """Whether the two are the halves of one mixed worker."""
         own, there = self.hello, other.hello
         return own.name != there.name and own.pid > 0 and (own.host, own.pid) == (there.host, there.pid)
@@ -92,26 +96,8 @@ class Worker:
         return self.hello.process or self.hello.name
 
     @property
-    def free_blocks(self) -> int:
-        """Blocks that nothing held here will ever need."""
-        raise NotImplementedError
-
-    @property
     def kv_tokens(self) -> int:
         return self.capacity.kv_blocks * self.capacity.block_size
-
-    def whole_blocks(self, submit: Submit) -> int:
-        """The most blocks that a request comes to hold here."""
-        raise NotImplementedError
-
-    def fits(self, submit: Submit) -> bool:
-        """Whether there is room for a request now."""
-        raise NotImplementedError
-
-    def could_ever_take(self, submit: Submit) -> bool:
-        """Whether it has room if nothing else is there."""
-        seqs = submit.choices if self.is_decode else 1
-        return self.whole_blocks(submit) <= self.capacity.kv_blocks and seqs <= self.capacity.max_seqs
 
     # --- what attempts hold ---------------------------------------------------------------------------------------------
 
@@ -121,7 +107,6 @@ class Worker:
         self.allocations[key] = allocation
         self.where.setdefault(key, []).append(self.incarnation)
         self.free_seqs -= allocation.seqs
-        self._held(key, allocation)
         self.on_change(self)
 
     def release(self, key: Key) -> Allocation | None:
@@ -131,23 +116,8 @@ class Worker:
             return None
         self._forget_allocation(key)
         self.free_seqs += allocation.seqs
-        self._released(key, allocation)
         self.on_change(self)
         return allocation
-
-    def adopt(self, held: Held, kv_overcommit: float) -> bool:
-        """Count what the worker held before it registered; returns False if that is impossible."""
-        key, blocks = (held.request_id, held.attempt), held.kv_blocks
-        if key in self.allocations or held.seqs > self.free_seqs or blocks > self.free_blocks:
-            return False
-        self.hold(key, Allocation(blocks, held.seqs, resumed_tokens=held.resumed_tokens, adopted=True))
-        return True
-
-    def _held(self, key: Key, allocation: Allocation) -> None:
-        raise NotImplementedError
-
-    def _released(self, key: Key, allocation: Allocation) -> None:
-        raise NotImplementedError
 
     def _forget_allocation(self, key: Key) -> None:
         incarnations = self.where[key]
@@ -159,10 +129,6 @@ class Worker:
         """Take the attempts of a lost worker out of `where`; `allocations` keeps them."""
         for key in self.allocations:
             self._forget_allocation(key)
-
-    def forwarded(self, key: Key) -> int:
-        """Tokens that an attempt has emitted for certain in decode, first ones aside, by the worker's steps."""
-        return 0
 
     # --- prompts --------------------------------------------------------------------------------------------------------
 
@@ -183,10 +149,6 @@ class Worker:
         self.tokens_in_flight -= sum(chunk.length for chunk in step.chunks)
         self.on_change(self)
         return step.chunks, requests
-
-    def measure(self, tokens: int, step_ms: float) -> None:
-        """It has computed so many tokens of prompts."""
-        raise NotImplementedError
 
     @property
     def tokens_before(self) -> int:
@@ -215,7 +177,9 @@ class Worker:
         assert self.undispatched.keys() == self.placed.keys() | self.bound.keys()
 
 
-class PrefillWorker(Worker):
+class PrefillWorker(WorkerBase):
+    is_decode = False
+
     def __init__(self, hello: Hello) -> None:
         super().__init__(hello)
         self.kv_blocks_taken = 0  # allocations do not grow here
@@ -231,7 +195,12 @@ class PrefillWorker(Worker):
         return self.capacity.kv_blocks - self.kv_blocks_taken
 
     def whole_blocks(self, submit: Submit) -> int:
+        """The most blocks that a request comes to hold here."""
         return -(-submit.prompt_tokens // self.capacity.block_size)
+
+    def could_ever_take(self, submit: Submit) -> bool:
+        """Whether it has room if nothing else is there."""
+        return self.whole_blocks(submit) <= self.capacity.kv_blocks
 
     def fits(self, submit: Submit) -> bool:
         return self.free_seqs > 0 and self.whole_blocks(submit) <= self.free_blocks
@@ -240,11 +209,24 @@ class PrefillWorker(Worker):
         submit = request.submit
         self.hold(request.key, Allocation(self.whole_blocks(submit), 1, request.path, None, submit.resumed_tokens))
 
-    def _held(self, key: Key, allocation: Allocation) -> None:
-        self.kv_blocks_taken += allocation.kv_blocks
+    def adopt(self, held: Held, kv_overcommit: float) -> bool:
+        """Count what the worker held before it registered; returns False if that is impossible."""
+        key, blocks = (held.request_id, held.attempt), held.kv_blocks
+        if key in self.allocations or held.seqs > self.free_seqs or blocks > self.free_blocks:
+            return False
+        self.hold(key, Allocation(blocks, held.seqs, resumed_tokens=held.resumed_tokens, adopted=True))
+        return True
 
-    def _released(self, key: Key, allocation: Allocation) -> None:
-        self.kv_blocks_taken -= allocation.kv_blocks
+    def hold(self, key: Key, allocation: Allocation) -> None:
+        self.kv_blocks_taken += allocation.kv_blocks
+        super().hold(key, allocation)
+
+    def release(self, key: Key) -> Allocation | None:
+        self.kv_blocks_taken -= self.allocations[key].kv_blocks if key in self.allocations else 0
+        return super().release(key)
+
+    def forwarded(self, key: Key) -> int:
+        return 0
 
     def measure(self, tokens: int, step_ms: float) -> None:
         """The first rate is taken as it is. A short step may raise a rate that full steps gave, but not lower it."""
@@ -257,12 +239,22 @@ class PrefillWorker(Worker):
             self.tokens_per_s += 0.2 * (rate - self.tokens_per_s)
         self.has_run_full |= full
 
+    def measure_fetch(self, tokens: int, ms: float) -> None:
+        """Learn from a fetch how long it takes per token."""
+        token_s = max(ms / 1000 - ROUND_TRIP_S, 0.1 * ms / 1000) / tokens
+        self.fetch_token_s += (0.2 if self.fetch_token_s else 1.0) * (token_s - self.fetch_token_s)
+
+    def pause_fetches(self, decode_incarnation: int, now: float) -> None:
+        """Fetch nothing from a decode worker for `FETCH_PAUSE_S`, as that has failed."""
+        paused = {one: until for one, until in self.fetch_paused_until.items() if until > now}
+        self.fetch_paused_until = {**paused, decode_incarnation: now + FETCH_PAUSE_S}
+
     def check_invariants(self) -> None:
         super().check_invariants()
         assert self.kv_blocks_taken == sum(h.kv_blocks for h in self.allocations.values()) <= self.capacity.kv_blocks
 
 
-class DecodeWorker(Worker):
+class DecodeWorker(WorkerBase):
     is_decode = True
 
     def __init__(self, hello: Hello) -> None:
@@ -287,7 +279,13 @@ class DecodeWorker(Worker):
         """How full its blocks or its sequences are, whichever is more: 0 to 1."""
         return 1 - min(self.free_blocks / self.capacity.kv_blocks, self.free_seqs / self.capacity.max_seqs)
 
+    def could_ever_take(self, submit: Submit) -> bool:
+        """Whether it has room if nothing else is there."""
+        whole = self.whole_blocks(submit)
+        return whole <= self.capacity.kv_blocks and submit.choices <= self.capacity.max_seqs
+
     def whole_blocks(self, submit: Submit) -> int:
+        """The most blocks that a request comes to hold here."""
         return KvDemand.of(submit).whole(self.capacity.block_size)
 
     def fits(
@@ -326,7 +324,7 @@ class DecodeWorker(Worker):
             self.admission.joined(key, held.joined_step)
         return self.admission.shares(key, chains(held.prefix))
 
-    def _held(self, key: Key, allocation: Allocation) -> None:
+    def hold(self, key: Key, allocation: Allocation) -> None:
         self._count_target(allocation.tpot_ms, allocation.seqs)
         if self.shares is not None and allocation.path:
             assert allocation.demand is not None
@@ -335,14 +333,18 @@ class DecodeWorker(Worker):
             self.admission.adopt(key, allocation.kv_blocks)
         else:
             self.admission.place(key, allocation.demand)
+        super().hold(key, allocation)
 
-    def _released(self, key: Key, allocation: Allocation) -> None:
+    def release(self, key: Key) -> Allocation | None:
+        if (allocation := self.allocations.get(key)) is None:
+            return None
         self._count_target(allocation.tpot_ms, -allocation.seqs)
         if self.shares is not None and allocation.path:
             self.shares.remove(allocation.path, self.incarnation, key)
         self.admission.release(key)
-        if not self.allocations:
+        if len(self.allocations) == 1:
             self.admission.short = False  # nothing runs there any more that would say so
+        return super().release(key)
 
     def _count_target(self, tpot_ms: float, seqs: int) -> None:
         held = self.seqs_by_target.get(tpot_ms, 0) + seqs
@@ -360,6 +362,7 @@ class DecodeWorker(Worker):
         return HeldStream(held, seqs if demand.expected < demand.left else 0)
 
     def forwarded(self, key: Key) -> int:
+        """Tokens that an attempt has emitted for certain, first ones aside, by the worker's steps."""
         return self.admission.forwarded(key) if key in self.admission else 0
 
     def measure(self, tokens: int, step_ms: float) -> None:
@@ -380,7 +383,10 @@ class DecodeWorker(Worker):
         assert len(self.admission) == len(self.allocations) and all(key in self.admission for key in self.allocations)
 
 
-def worker_of(hello: Hello) -> PrefillWorker | DecodeWorker:
+Worker = PrefillWorker | DecodeWorker
+
+
+def worker_of(hello: Hello) -> Worker:
     return DecodeWorker(hello) if hello.role is Role.DECODE else PrefillWorker(hello)
 
 

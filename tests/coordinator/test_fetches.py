@@ -7,7 +7,7 @@ import pytest
 from coordinator.event_log.timeline import Placed, Timeline
 from prefill_worker.fetches import Fetches
 from proto.kv import Fetch
-from scheduler.placement.fetch import PAUSE_S
+from scheduler.workers.worker import FETCH_PAUSE_S
 from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster
 from tests.coordinator.logged_core import LoggedCore, as_logged, replay
 from tests.coordinator.test_suffixes import BLOCK, World
@@ -71,7 +71,7 @@ def test_failed_fetch_pauses_fetching(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.turn("t2", "s", 1200, 160)
     cluster.run(30.0)
     assert fetched(cluster) == 1
-    cluster.run(20.0 + PAUSE_S)
+    cluster.run(20.0 + FETCH_PAUSE_S)
     cluster.turn("t3", "s", 1500, 40)
     cluster.run(100.0)
     assert fetched(cluster) == 2

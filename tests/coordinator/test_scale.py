@@ -14,9 +14,9 @@ from proto.messages import CacheEvents, Role, StepDone
 from proto.parts import Capacity
 from proto.progress import DecodeProgress
 from proto.status import KvHeld
-from scheduler.placement import choice
 from scheduler.spread import STEPS_PER_EVENT
 from scheduler.workers.candidates import EXAMINED_MAX
+from scheduler.workers.pool import Pool
 from scheduler.workers.worker import DecodeWorker, PrefillWorker
 
 SERVED = 200
@@ -50,7 +50,7 @@ def work(monkeypatch: pytest.MonkeyPatch, pairs: int, limited_by: str) -> Counte
     warm = 20 * pairs
     cluster.run(warm, refill=True)
     counts: Counter[str] = Counter()
-    looked_up = choice.cached_tokens
+    looked_up = Pool.cached_tokens
     core = cluster.cluster.core
     pool = core.cluster.pools["m"]
     for owner, name in ((pool, "prefill"), (pool, "decode"), (core.cluster, "workers")):
@@ -72,7 +72,7 @@ def work(monkeypatch: pytest.MonkeyPatch, pairs: int, limited_by: str) -> Counte
     with monkeypatch.context() as patch:
         for kind in (PrefillWorker, DecodeWorker):
             patch.setattr(kind, "fits", counted(kind.fits))
-        patch.setattr(choice, "cached_tokens", counted_look_ups)
+        patch.setattr(Pool, "cached_tokens", counted_look_ups)
         cluster.run(warm + SERVED, refill=True)
     return Counter({name: round(count / SERVED) for name, count in counts.items()})
 

@@ -216,7 +216,7 @@ class State:
     def charge_room_for_large(self, worker: Worker, key: tuple[str, int], allocation: Allocation) -> None:
         """Charge an attempt for which room had been kept: see `reserved_workers`."""
         kept = self.cluster.pools[worker.hello.model].room_for_large
-        if worker.admission is None or key not in kept.charges:
+        if not worker.is_decode or key not in kept.charges:
             return
         due, bill, prices = kept.charge_due(key, self.now), self.billing.bills.get(key[0]), self.limits.prices
         if bill is not None:

@@ -8,7 +8,6 @@ from proto.compatible import mismatch
 from proto.errors import Reject
 from proto.limits import MAX_MODELS
 from proto.messages import Hello, Role, Submit
-from scheduler.placement.choice import uncached_tokens
 from scheduler.request import Request
 from scheduler.waiting.projection import spread
 from scheduler.waiting.queue import WaitQueue
@@ -73,7 +72,7 @@ def feasible(
     deadline_ms, own_ms = request.first_token_ms, request.submit.deadline_ms
     if not deadline_ms:
         return None, "", 0.0
-    tokens = uncached_tokens(request.submit, pool)
+    tokens = pool.uncached_tokens(request.submit)
     limit = "deadline_ms" if own_ms else f"ttft_ms of priority class {request.path[0]}"
     soonest_ms = 1000 * pool.least_prefill_s(tokens)
     if soonest_ms > deadline_ms:

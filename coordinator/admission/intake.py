@@ -16,7 +16,6 @@ from proto.limits import HASH_BYTES
 from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
 from proto.progress import EndPrefix, EndSession
 from scheduler.lifecycle import ON_WORKERS, RequestState, Trigger
-from scheduler.placement.choice import uncached_tokens
 from scheduler.request import Request
 
 

@@ -27,6 +27,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _BUSY_TIMEOUT_S: Final = 10.0
 DAY_S: Final = 86_400
+FILE_BYTES_MAX: Final = 64 << 20
 SOON_S: Final = 2.0  # A client's request waits so long for its turn at the file
 _VERSION: Final = 1
 _SCHEMA: Final = """

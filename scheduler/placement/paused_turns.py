@@ -12,9 +12,7 @@ turns of its tenant.
 
 from typing import Final
 
-from proto.messages import Role
-from scheduler.placement import suffix
-from scheduler.placement.choice import cached_tokens
+from scheduler.placement.place import came
 from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
 from scheduler.waiting.tenant_work import UNCOMPUTED
@@ -50,8 +48,8 @@ def _has_to_wait(request: Request, pool: Pool, queue: WaitQueue) -> bool:
 def is_found(request: Request, pool: Pool) -> bool:
     """Whether a worker has most of the KV that its last turn left."""
     submit, turn = request.submit, request.turn
-    holders = pool.candidates.holders(Role.PREFILL, submit) + pool.candidates.holders(Role.DECODE, submit)
-    return turn is not None and any(2 * cached_tokens(submit, worker, pool) >= turn.kept_tokens for worker in holders)
+    holders = pool.candidates.holders(submit)
+    return turn is not None and any(2 * pool.cached_tokens(submit, worker) >= turn.kept_tokens for worker in holders)
 
 
 def next_resume(pool: Pool) -> float:
@@ -84,7 +82,7 @@ def end(request: Request, pool: Pool, queue: WaitQueue) -> None:
 
 def _resume(request: Request, pool: Pool, queue: WaitQueue, now: float) -> None:
     end(request, pool, queue)
-    suffix.came(request, pool, queue, now)
+    came(request, pool, queue, now)
 
 
 def _pause_s(request: Request, pool: Pool) -> float:

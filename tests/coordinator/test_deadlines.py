@@ -12,7 +12,7 @@ from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.request import Request
 from scheduler.waiting.line import Line
 from scheduler.workers.pool import Pool
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import PrefillWorker
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import Timing
 from tests.coordinator.world import MODEL, submit, worker_hello
@@ -55,7 +55,7 @@ def test_new_worker_refuses_no_deadline() -> None:
     """A newly joined worker without a measured rate is no reason to refuse a deadline."""
     pool = Pool(MODEL)
     for incarnation, tokens_per_s in ((10, 1000.0), (11, 0.0)):
-        worker = Worker.from_hello(worker_hello(Role.PREFILL, incarnation))
+        worker = PrefillWorker(worker_hello(Role.PREFILL, incarnation))
         pool.add(worker)
         if tokens_per_s:
             worker.measure(256, 256.0)

@@ -105,13 +105,11 @@ def test_retained_room_must_fit_in_full() -> None:
     prefixes = tuple(SharedPrefix(name, 1, (PrefixPart(1, 4),)) for name in ("a", "b"))
     h.receive(20, DecodeProgress(1, 5, 0, (), prefixes))
     h.receive(1, submit("c", 16, max_tokens=1))
-    decode = h.core.cluster.workers[20]
+    decode = h.core.cluster.pools[MODEL].decode[20]
     assert len(decode.allocations) == 3 and decode.free_blocks == 0
     h.post(PeerDown(h.core.cluster.requests["b"].prefill_incarnation, "killed"))
     h.receive(20, Released("b", 1))
-    assert decode.admission is not None and decode.admission.peak <= 10, (
-        "b's blocks were those of a, which counts them still"
-    )
+    assert decode.admission.peak <= 10, "b's blocks were those of a, which counts them still"
     assert "b" not in h.core.cluster.pools[MODEL].retained
 
 
@@ -124,8 +122,7 @@ class Sharing(OverloadedCluster):
         cluster, rnd = self.cluster, Random(1)
         for step in range(steps):
             figures = self.run(0, 1)
-            room = cluster.core.cluster.workers[FIRST_DECODE].admission
-            assert room is not None
+            room = cluster.core.cluster.pools[MODEL].decode[FIRST_DECODE].admission
             held = self.decode.allocator.held_count
             assert held <= room.taken <= self.kv_blocks, "more is held than counted"
             self.most_taken = max(self.most_taken, room.taken)

@@ -55,7 +55,7 @@ def check(core: Core, *, honest: bool = True) -> None:
                 assert request.entry is not None and request.entry.key == bound_key(worker.incarnation)
                 assert request.state is RequestState.QUEUED and request.attempt_progress.bound_to == worker.incarnation
         assert held_streams(pool.shares) == {
-            (worker.incarnation, key): worker.stream(allocation.seqs, worker.admission.demand(key))  # type: ignore[union-attr, arg-type]
+            (worker.incarnation, key): worker.stream(allocation.seqs, worker.admission.demand(key))  # type: ignore[arg-type]
             for worker in pool.decode.values()
             for key, allocation in worker.allocations.items()
             if allocation.path

@@ -1,7 +1,5 @@
 """Requests of gateways: one comes in, is cancelled, or has waited too long."""
 
-from functools import partial
-
 import msgspec
 
 from coordinator.accounting.billing import whole_of
@@ -286,7 +284,7 @@ def expire(state: State, now: float) -> None:
         if now < queue.line.nothing_due_before:
             continue
         pool = state.cluster.pools[model]
-        for request in queue.line.overdue(now, pool.fastest_tokens_per_s(), partial(uncached_tokens, pool=pool)):
+        for request in queue.line.overdue(now, pool.fastest_tokens_per_s(), pool.uncached_tokens):
             late = not request.waits or now < request.since + queue.line.limit_s(request)
             reason = Reject.DEADLINE if late else Reject.EXPIRED
             why = (

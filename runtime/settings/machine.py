@@ -41,7 +41,7 @@ def transfer_address(host: str) -> str:
     """Returns the first address of the network interface of this name, or `host` itself. Raises `ConfigError`."""
     there = psutil.net_if_addrs()
     if host in there:
-        found = [one.address for family in _FAMILIES for one in there[host] if one.family == family]
+        found: list[str] = [one.address for family in _FAMILIES for one in there[host] if one.family == family]
         found = [address for address in found if "%" not in address]  # of one link only
         if not found:
             raise ConfigError(f"--transfer-host: {host} has no address")

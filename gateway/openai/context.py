@@ -12,7 +12,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.openai.prepare import ModelRules
 from gateway.response_store import ResponseStore
 from gateway.structured.checker import GrammarChecker
-from gateway.structured.hello import CompilerSetup
+from gateway.structured.compile_process import CompilerSetup
 from gateway.tenancy import KeyRing
 from gateway.text.tokenizer import ModelTokenizer
 from gateway.text.tokenizer_threads import TokenizerThreads

@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.http.errors import ApiError, bad_value
 from gateway.shares import QUANTUM_BYTES, FairQueue, organisation_of
-from gateway.structured.hello import COMPILE_CPU_S, OUT_OF_MEMORY, CompileJob
+from gateway.structured.compile_process import COMPILE_CPU_S, OUT_OF_MEMORY, CompileJob
 from runtime.process import clock, log
 from runtime.process.driver import cancelled
 

@@ -14,15 +14,32 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.structured.hello import COMPILE_CPU_S, OUT_OF_MEMORY, CompileJob, CompilerSetup
 from runtime.grammar.compiler import GrammarError, can_begin, make_matcher, make_tokenizer
 
+COMPILE_CPU_S: Final = 0.8  # of one grammar; CPU time, so that a busy machine refuses no more than an idle one
+OUT_OF_MEMORY: Final = 3  # Exit code of the process where a grammar needs too much memory
 MEMORY_BYTES_MAX: Final = 2 << 30  # Address space: a grammar that needs more ends the process, not the machine
 NO_ANSWER: Final = "no answer matches it"
 _BACKTRACKS_MAX: Final = 100_000
 _DIGITS_MAX: Final = 4_300
 _PATTERN_BYTES_MAX: Final = 10 << 20
 _NICE: Final = 5
+
+
+class CompilerSetup(msgspec.Struct):
+    """The first line."""
+
+    tokenizer: str  # tokenizer.json
+    vocab_size: int
+    eos_ids: list[int]
+
+
+class CompileJob(msgspec.Struct, omit_defaults=True):
+    """Each of the others: a grammar to compile, or the text of a JSON value to check against a schema."""
+
+    grammar: str = ""
+    text: str = ""
+    schema: Any = None
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ class AutopilotSettings(CommonSettings):
 
     section = "autopilot"
     panels: ClassVar[Panels] = {
-        "What it does": "mode profile learn slo_ttft_ms slo_tpot_ms slo_percentile model_id",
+        "What it does": "mode profile slo_ttft_ms slo_tpot_ms slo_percentile model_id",
         "When it changes a role": "every_s gain_min confirmations dwell_s calm_s drain_timeout_s",
         "Connection": "coordinator",
     }
@@ -33,9 +33,6 @@ class AutopilotSettings(CommonSettings):
         "advise", description="advise: only log and export what it would do. on: change workers' roles."
     )
     profile: str = Field(min_length=1, description=PROFILE_HELP)
-    learn: bool = Field(
-        True, description="Correct the profile by what the cluster's prefill and decode steps of the last hour took."
-    )
     slo_ttft_ms: float = Field(SLO_TTFT_MS, gt=0.0, le=3.6e6, description=TTFT_HELP)
     slo_tpot_ms: float = Field(SLO_TPOT_MS, gt=0.0, le=3.6e6, description=TPOT_HELP)
     slo_percentile: float = Field(

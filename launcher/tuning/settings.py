@@ -160,8 +160,8 @@ class TuneSettings(TrafficSettings):
     """Which ratio of prefill to decode workers serves this traffic best, or should they be mixed?
 
     Plays the traffic against ratios of up to --workers workers, in simulation, with the coordinator's own rules and the
-    times of --profile. Says what is best, or with fewer workers as good, how sure that is, what limits each ratio, and what
-    change of the traffic would turn the answer. To compare it with real runs: crossdock tune check.
+    times of --profile. Says what is best, or with fewer workers as good, how sure that is, and what limits each ratio. To
+    compare it with real runs: crossdock tune check.
     """
 
     panels: ClassVar[Panels] = {

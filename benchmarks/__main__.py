@@ -28,6 +28,11 @@ TABLE: Final[Table] = {
         "benchmarks.settings:CoordinatorBenchSettings",
         "benchmarks.coordinator:run",
     ),
+    "handover": Command(
+        "How much does moving a prompt's KV to decode delay its stream?",
+        "benchmarks.settings:HandoverSettings",
+        "benchmarks.handover:run",
+    ),
     "kv": Command(
         "How fast KV moves from one process to another", "benchmarks.settings:KvBenchSettings", "benchmarks.kv:run"
     ),

@@ -46,20 +46,10 @@ _BENCH: Final[Table] = {
         "launcher.bench.agents:run",
     ),
     "compare": Command("Two runs side by side", "launcher.load.settings:CompareSettings", "launcher.bench.compare:run"),
-    "ratio": Command(
-        "Which ratio of prefill to decode workers serves this load best on this machine?",
-        "launcher.load.settings:RatioSettings",
-        "launcher.bench.ratio:run",
-    ),
     "isolation": Command(
         "Do running streams slow down when long prompts arrive?",
         "launcher.bench.settings:IsolationSettings",
         "launcher.bench.isolation:run",
-    ),
-    "handover": Command(
-        "How much does moving a prompt's KV to decode delay its stream?",
-        "launcher.bench.settings:HandoverSettings",
-        "launcher.bench.handover:run",
     ),
 }
 
@@ -236,7 +226,7 @@ TABLE: Final[Table] = {
         "launcher.tuning.settings:TuneCheckSettings",
         "launcher.tuning.check:run",
     ),
-    "bench": CommandGroup("Send a load to a server, compare runs, and compare ratios of workers.", _BENCH),
+    "bench": CommandGroup("Send a load to a server, and compare runs.", _BENCH),
 }
 
 

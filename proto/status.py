@@ -119,21 +119,6 @@ class TrafficStatus(msgspec.Struct, frozen=True, array_like=True):
     lost: Count = 0  # workers of the model that were lost since the coordinator started, or forgot the model
 
 
-class StepTimes(msgspec.Struct, frozen=True, array_like=True):
-    """A sample of the last steps of all workers of one role that serve one model, with some steps of each size. Each decode
-    row is the mean of several consecutive steps of one worker."""
-
-    model: Text
-    role: Role
-    ages_ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)]
-    steps: Annotated[tuple[Count, ...], Meta(max_length=1024)]  # the number of steps that each row is the mean of
-    sizes: Annotated[tuple[Amount, ...], Meta(max_length=1024)]
-    """Prompt tokens of a prefill step, sequences of a decode step."""
-    reads: Annotated[tuple[Amount, ...], Meta(max_length=1024)]
-    """Pairs of tokens that attend to each other in a prefill step, KV tokens that a decode step reads."""
-    ms: Annotated[tuple[DurationMs, ...], Meta(max_length=1024)]
-
-
 class PredictionError(msgspec.Struct, frozen=True, array_like=True):
     """The errors of an autopilot's predictions against measurements: medians of its comparisons in the last hour."""
 
@@ -152,7 +137,6 @@ class AutopilotStatus(msgspec.Struct, frozen=True, array_like=True):
     reason: Text
     error: PredictionError = PredictionError()
     age_ms: DurationMs = 0.0  # how long ago it said so
-    learned: Text = ""  # how it has corrected its profile, in words; empty: not at all
 
 
 class AutopilotReport(Message, frozen=True):
@@ -196,7 +180,6 @@ class StatusReport(Message, frozen=True):
     flips: tuple[FlipStatus, ...] = ()  # latest last
     traffic: Annotated[tuple[TrafficStatus, ...], Meta(max_length=limits.MAX_MODELS)] = ()
     autopilots: Annotated[tuple[AutopilotStatus, ...], Meta(max_length=limits.MAX_MODELS)] = ()
-    step_times: Annotated[tuple[StepTimes, ...], Meta(max_length=2 * limits.MAX_MODELS)] = ()
     classes: Annotated[tuple[ClassStatus, ...], Meta(max_length=limits.MAX_CLASSES_SHOWN)] = ()  # those with a target
     policy: PolicyStatus = PolicyStatus(0, "", 0, "")
     sessions: Annotated[tuple[SessionStatus, ...], Meta(max_length=limits.MAX_MODELS)] = ()

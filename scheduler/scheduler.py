@@ -172,16 +172,13 @@ class Scheduler:
         pool.changed(worker)
         pool.wakeups.has_own_work(worker)
         prompts_done = []
-        tokens, pairs = 0, 0.0
+        tokens = 0
         for chunk in done.computed:
             tokens += chunk.length
-            pairs += chunk.length * (chunk.start + chunk.length / 2)
             if (done_request := self._computed(worker, chunk, now)) is not None:
                 prompts_done.append(done_request)
         if tokens and done.step_ms > 0:
             pool.measure(worker, tokens, done.step_ms)
-            if not worker.is_decode:
-                pool.step_times[Role.PREFILL].add(1, tokens, pairs, done.step_ms, now)
         return EndedStep(asked, prompts_done)
 
     def _computed(self, worker: Worker, chunk: Chunk, now: float) -> Request | None:
@@ -265,7 +262,6 @@ class Scheduler:
         if worker.hello.process:
             pool.measure_mixed(worker, steps, *means)
             return
-        pool.step_times[Role.DECODE].add(steps, *means, now)
         if pool.targets.used:
             worker.step_fit.add(*means)
             pool.freed(worker)  # its batch may be larger now

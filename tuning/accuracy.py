@@ -50,16 +50,12 @@ class _Look(NamedTuple):
 class Accuracy:
     def __init__(self, profile: Profile, slo: Slo) -> None:
         self._slo = slo
-        self.predict_with(profile)
-        self._looks: deque[_Look] = deque()  # of the last minute, all with the same workers
-        self._compared_at: float | None = None
-        self._errors: deque[tuple[float, tuple[float | None, ...]]] = deque(maxlen=int(KEPT_S / WINDOW_S))
-
-    def predict_with(self, profile: Profile) -> None:
-        """Predict with this profile from the next look on."""
         # The coordinator does not measure the time that the gateway adds.
         host = msgspec.structs.replace(profile.host, request_ms=0.0, request_token_ms=0.0)
         self._profile = msgspec.structs.replace(profile, host=host)
+        self._looks: deque[_Look] = deque()  # of the last minute, all with the same workers
+        self._compared_at: float | None = None
+        self._errors: deque[tuple[float, tuple[float | None, ...]]] = deque(maxlen=int(KEPT_S / WINDOW_S))
 
     def look(self, workers: Workers | None, status: TrafficStatus, now: float) -> None:
         if workers is None or (self._looks and self._looks[-1].workers != workers):

@@ -1,7 +1,7 @@
 """The effect of another ratio of workers on present traffic, in milliseconds: for the autopilot, every few seconds. Pure.
 
-    advice = advise(profile, Traffic(12.0, prompts, outputs), Workers(3, 5), Slo(500, 50))
-    advice.best.workers, advice.gain, advice.reason
+    model = QueueingModel(profile, Traffic(12.0, prompts, outputs), Slo(500, 50))
+    model.estimate(Workers(3, 5)).goodput, model.wanted()
 
 Queueing formulas stand in for the simulator. Prompts wait as in an M/G/c queue (Allen and Cunneen's approximation of the mean,
 an exponential tail); a decode batch is a fixed point of arrivals, answer lengths and step time, with a normal spread; a mixed
@@ -9,10 +9,10 @@ worker shares its time between both. Requests that do not fit add to a queue ove
 wait already. The figures are good enough to compare neighbouring ratios; `search` has the simulator for the rest.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import erf, inf, sqrt
+from math import erf, sqrt
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -74,59 +74,6 @@ class Estimate:
     ttft_attainment: float
     tpot_attainment: float
     binds: str  # "prefill compute", "decode compute", "decode memory", "TTFT target", or "" if the SLO is kept
-
-
-@dataclass(frozen=True)
-class Advice:
-    present: Estimate
-    best: Estimate  # of `present` and `neighbours`
-    neighbours: tuple[Estimate, ...]  # with one worker in another role, best first
-    gain: float  # goodput of `best` over that of `present`, less 1; inf where the present one is 0
-    wanted: Workers  # fewest of each role that keep the SLO, on any machines; `WANTED_MAX`: none does
-    reason: str
-
-
-def advise(
-    profile: Profile, traffic: Traffic, workers: Workers, slo: Slo, *, mixed: bool = False, horizon_s: float = 60.0
-) -> Advice:
-    """`mixed`: whether workers may become mixed. `horizon_s`: how long the traffic goes on like this."""
-    model = QueueingModel(profile, traffic, slo, horizon_s)
-    present = model.estimate(workers)
-    others = sorted((model.estimate(other) for other in neighbours(workers, mixed)), key=_rank)
-    best = min((present, *others), key=_rank)
-    if best.goodput <= present.goodput * 1.0001 and best.attainment - present.attainment < 1e-4:
-        best = present
-    gain = best.goodput / present.goodput - 1 if present.goodput > 0 else (inf if best.goodput > 0 else 0.0)
-    return Advice(present, best, tuple(others), gain, model.wanted(), _reason(present, best))
-
-
-def neighbours(workers: Workers, mixed: bool) -> Iterable[Workers]:
-    """Yields all ratios in which one worker has another role and both phases still have a worker."""
-    for giver in range(3):
-        for taker in range(3):
-            if giver == taker or not workers[giver] or (taker == 2 and not mixed):
-                continue
-            counts = list(workers)
-            counts[giver] -= 1
-            counts[taker] += 1
-            found = Workers(*counts)
-            if found.mixed or (found.prefill and found.decode):
-                yield found
-
-
-def _rank(one: Estimate) -> tuple[float, float]:
-    return -one.goodput, max(one.prefill_load, one.decode_load)
-
-
-def _reason(present: Estimate, best: Estimate) -> str:
-    state = (
-        f"{present.workers}: {present.attainment:.0%} of requests keep the SLO,"
-        f" prefill load {present.prefill_load:.2f}, decode load {present.decode_load:.2f}"
-    )
-    binds = f", {present.binds} binds" if present.binds else ""
-    if best is present:
-        return f"{state}{binds}; no neighbour is better"
-    return f"{state}{binds}; {best.workers} would keep it for {best.attainment:.0%}"
 
 
 class _Decode(NamedTuple):

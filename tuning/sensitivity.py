@@ -1,29 +1,23 @@
-"""The limit of each ratio, and how much the traffic would have to change for another one to be best. Pure."""
+"""The limit of each ratio, and how the recommended one serves other loads. Pure."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from tuning.advise import Workers
 from tuning.goals import Goals
 from tuning.limits import limit_of
 from tuning.profile import Profile
-from tuning.search import Candidate, Found, Space, Tell, options_for
+from tuning.search import Found, Space, Tell, options_for
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.job import Sent
 from tuning.simulator.options import RunOptions
 from tuning.traffic import Change, excerpt
 
-REQUESTS: Final = 1200
 MAP_REQUESTS: Final = 1600  # in the excerpt for the map; each ratio runs it up to ten times
 MAP_SIDE_MAX: Final = 10
-UP: Final = (1.25, 1.6, 2.0, 3.0)
-DOWN: Final = (0.8, 0.6, 0.45, 0.3)
-SERVED_MIN: Final = 0.2  # served by the best ratio; below it, no ratio is better in a way that matters
 LOADS: Final = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0)
 HEADROOM_MAX: Final = 4.0
 HEADROOM_STEPS: Final = 4
-HITS: Final = (0.2, 0.4, 0.6, 0.8)
 
 
 class Cell(NamedTuple):
@@ -38,12 +32,6 @@ class WhatIf(NamedTuple):
     workers: str
     attainment: float
     goodput_requests_per_s: float
-
-
-class TurningPoint(NamedTuple):
-    what: str  # "prompt length", "output length", "load" or "hit rate"
-    factor: float  # multiple of the traffic's value; of the hit rate, the share itself
-    candidate: str  # best then; empty if there is none in the range
 
 
 def map_of(
@@ -113,65 +101,3 @@ def _side(most: int, best: int) -> list[int]:
         return list(range(1, most + 1))
     found = {1 + round(place * (most - 1) / (MAP_SIDE_MAX - 1)) for place in range(MAP_SIDE_MAX)}
     return sorted(found | ({best} if best else set()))
-
-
-def turns(
-    profile: Profile, sent: Sequence[Sent], goals: Goals, space: Space, found: Found, options: RunOptions, tell: Tell
-) -> list[TurningPoint]:
-    """Returns the least change of each kind that makes another ratio of as many workers the best."""
-    part = excerpt(sent, REQUESTS)
-    best = found.best.candidate
-    layouts = _near(best.workers, space.layouts(best.workers.total))
-    if len(layouts) < 2:
-        return []  # no other ratio to choose
-    changes: list[tuple[str, Sequence[float], Callable[[float], Change]]] = []
-    for what, make in (
-        ("prompt length", lambda f: Change(prompts=f)),
-        ("output length", lambda f: Change(outputs=f)),
-        ("load", lambda f: Change(load=f)),
-    ):
-        changes += [(what, UP, make), (what, DOWN, make)]
-    changes.append(("hit rate", HITS, lambda share: Change(hit_rate=share)))
-    turned = []
-    for done, (what, factors, make) in enumerate(changes):
-        tell("what would turn it", done, len(changes))
-        reached = 0.0
-        for factor in factors:
-            other, kept = _best(profile, part, goals, make(factor), layouts, best, options)
-            if kept < SERVED_MIN:
-                break
-            reached = factor
-            # Over an hour a queue grows longer than over the length of an excerpt, so the whole trace decides.
-            if other is not None and _best(profile, sent, goals, make(factor), [best.workers, other], best, options)[0]:
-                turned.append(TurningPoint(what, factor, str(other)))
-                break
-        else:
-            turned.append(TurningPoint(what, factors[-1], ""))
-            continue
-        if reached and not (turned and turned[-1][:2] == (what, reached)):
-            turned.append(TurningPoint(what, reached, ""))
-    return turned
-
-
-def _near(best: Workers, layouts: Sequence[Workers]) -> list[Workers]:
-    """Returns the neighbours of the best ratio, and all ratios with mixed workers."""
-    close = [one for one in layouts if not one.mixed and abs(one.prefill - best.prefill) <= 2]
-    return [*close, *(one for one in layouts if one.mixed)]
-
-
-def _best(
-    profile: Profile,
-    part: Sequence[Sent],
-    goals: Goals,
-    change: Change,
-    layouts: Sequence[Workers],
-    best: Candidate,
-    options: RunOptions,
-) -> tuple[Workers | None, float]:
-    """Returns the ratio that keeps the SLO for clearly more requests than the best one, or None if none is better by more than
-    1 %; and the highest attainment."""
-    changed = change.applied(part)
-    chosen = replace(options_for(options, best), hit_rate=change.hit_rate or options.hit_rate)
-    kept = {one: Simulator(profile, one, changed, chosen).run().attainment(goals) for one in layouts}
-    first = max(kept, key=lambda one: kept[one])
-    return (first if kept[first] > kept.get(best.workers, 0.0) + 0.01 else None), kept[first]

@@ -112,11 +112,6 @@ def status(state: State) -> StatusReport:
             )
             for model, pool in state.cluster.pools.items()
         ),
-        step_times=tuple(
-            sample.report(model, role, state.now)
-            for model, pool in state.cluster.pools.items()
-            for role, sample in pool.step_times.items()
-        ),
         classes=classes(state),
         sessions=tuple(
             SessionStatus(model, len(one), one.leases, one.leased_tokens)

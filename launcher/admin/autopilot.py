@@ -21,14 +21,12 @@ from runtime.settings.types import SLO_PERCENTILE
 from tuning.accuracy import Accuracy
 from tuning.advise import Slo, Workers
 from tuning.autopilot import Autopilot, AutopilotRules, Decision, Observation, observation_of, ratio_of
-from tuning.learned import Learner
 from tuning.profile import Profile, ProfileError, decoded
 
 EVERY_S = 2.0
 HAND_OVER_S = 2.0  # that streams have to end on a decode worker that changes its role
 SAY_EVERY_S = 60.0  # until the same advice is logged again
 SAY_ERROR_EVERY_S = 600.0
-SAY_LEARNED_MIN = 0.05  # change of step times since the last logged correction that is logged
 
 
 @dataclass
@@ -42,9 +40,6 @@ class Seen:
     refused: int = 0
     _said: tuple[Workers, float] = field(default=(Workers(0, 0), float("-inf")))
     _error_said_at: float = 0.0
-    learned: str = ""
-    factors: dict[Role, float] = field(default_factory=dict)  # times as long as steps take by the profile
-    _factors_said: dict[Role, float] = field(default_factory=dict)
 
     def is_news(self, decision: Decision, now: float) -> bool:
         wanted, at = self._said
@@ -59,27 +54,13 @@ class Seen:
         self._error_said_at = now
         return True
 
-    def is_correction_news(self) -> bool:
-        if all(
-            abs(new / self._factors_said.get(role, 1e-9) - 1) < SAY_LEARNED_MIN for role, new in self.factors.items()
-        ):
-            return False
-        self._factors_said = dict(self.factors)
-        return True
-
     def question(self, mode: str) -> Message:
         """The question for a `StatusReport`, with the last decision, once there is one."""
         one = self.decision
         if one is None:
             return StatusRequest()
         said = AutopilotStatus(
-            self.model,
-            mode,
-            str(one.present),
-            str(one.wanted),
-            one.reason[:MAX_TEXT_CHARS],
-            self.error,
-            learned=self.learned[:MAX_TEXT_CHARS],
+            self.model, mode, str(one.present), str(one.wanted), one.reason[:MAX_TEXT_CHARS], self.error
         )
         return AutopilotReport(said)
 
@@ -102,8 +83,7 @@ def run(settings: AutopilotSettings) -> int:
         notify.ready(f"{settings.mode}s")
         logger.info("autopilot", mode=settings.mode, profile=settings.profile)
         pilot, accuracy = Autopilot(profile, rules), Accuracy(profile, rules.slo)
-        learner = Learner(profile)
-        await _watch(settings, pilot, accuracy, learner, seen, keys, stop, logger)
+        await _watch(settings, pilot, accuracy, seen, keys, stop, logger)
         await metrics.close()
         return 0
 
@@ -119,9 +99,14 @@ def _profile(path: str) -> Profile:
 
 
 async def _watch(
-    settings: AutopilotSettings, pilot: Autopilot, accuracy: Accuracy, learner: Learner, seen: Seen,
-    keys: Keys | None, stop: Stop, logger: Log,
-) -> None:  # fmt: skip
+    settings: AutopilotSettings,
+    pilot: Autopilot,
+    accuracy: Accuracy,
+    seen: Seen,
+    keys: Keys | None,
+    stop: Stop,
+    logger: Log,
+) -> None:
     while not stop.is_set():
         try:
             report = await converse(settings.coordinator, seen.question(settings.mode), StatusReport, ASK_MS, keys)
@@ -132,24 +117,11 @@ async def _watch(
             if settings.model_id or len(models) == 1:
                 seen.model = settings.model_id or models[0]
                 observed = observation_of(report, seen.model)
-                learn(learner, pilot, accuracy, report, seen, logger)
                 _compare(accuracy, observed, report, seen, logger)
                 await _decide(settings, pilot, observed, seen, keys, logger)
             else:
                 logger.warning("no model to look after; --model-id names one", models=models)
         await stop.unless_at_once(stop.wait(), EVERY_S)
-
-
-def learn(
-    learner: Learner, pilot: Autopilot, accuracy: Accuracy, report: StatusReport, seen: Seen, logger: Log
-) -> None:
-    """Corrects the profile by the measured step times; from here on, predictions use it."""
-    pilot.profile = learner.look(report, seen.model)
-    accuracy.predict_with(pilot.profile)
-    seen.learned = learner.learned.words
-    seen.factors = {role: one.factor for role, one in learner.learned.corrections.items()}
-    if seen.is_correction_news():
-        logger.info("the profile is corrected", by=seen.learned)
 
 
 def _compare(accuracy: Accuracy, observed: Observation, report: StatusReport, seen: Seen, logger: Log) -> None:
@@ -234,14 +206,6 @@ def registry_of(seen: Seen) -> MetricsRegistry:
         "crossdock_autopilot_comparisons",
         "Half minutes of the last hour in which predictions were compared with what was measured.",
         lambda: seen.error.comparisons,
-    )
-    registry.by(
-        "gauge",
-        "crossdock_autopilot_step_time_ratio",
-        "How many times as long steps take as the profile says that was measured by crossdock calibrate: their median. The"
-        " autopilot predicts with what they take.",
-        "role",
-        lambda: {role.value: factor for role, factor in seen.factors.items()},
     )
     registry.total("crossdock_autopilot_flips", "Changes of role that it has ordered.", lambda: seen.flips)
     registry.total("crossdock_autopilot_refused", "Changes of role that the coordinator refused.", lambda: seen.refused)

@@ -160,7 +160,7 @@ def as_dict(report: StatusReport) -> dict[str, Any]:
     tenants = [{name: getattr(one, name) for name in one.__struct_fields__} for one in report.tenants]
     flips = [{name: getattr(one, name) for name in one.__struct_fields__} for one in report.flips]
     autopilots = [asdict(one) | {"error": asdict(one.error)} for one in report.autopilots]
-    del fields["traffic"], fields["step_times"]  # samples for the autopilot
+    del fields["traffic"]  # a sample for the autopilot
     classes = [asdict(one) for one in report.classes]
     return fields | {
         "workers": workers, "kv_pairs": pairs, "tenants": tenants, "flips": flips, "autopilots": autopilots,
@@ -208,8 +208,6 @@ def _show_autopilots(report: StatusReport, console: Console) -> None:
         wanted = f"wants {one.wanted} instead of {one.present}" if one.wanted != one.present else f"keeps {one.present}"
         line = f"Autopilot of {one.model} ({one.mode}{age}): {wanted}; {one.reason}"
         console.print(escape(line), highlight=False, soft_wrap=True)
-        if one.learned:
-            console.print(escape(f"It has corrected its profile: {one.learned}"), highlight=False, soft_wrap=True)
         if one.error.comparisons:
             console.print(f"Error of its predictions in the last hour: {error_words(one.error)}", highlight=False)
 

@@ -29,7 +29,6 @@ from launcher.http.streams import (
     percentile,
     stream_completion,
 )
-from launcher.load import plot
 from launcher.local.lifetime import running, until_interrupted
 from launcher.models import resolve
 from runtime.process import clock
@@ -54,7 +53,6 @@ class Window:
 def run(settings: IsolationSettings) -> int:
     if settings.prompt_words_max < settings.prompt_words_min:
         raise SettingsError(f"--prompt-words-max: {settings.prompt_words_max} is under --prompt-words-min")
-    plot.check(settings.plot)
     console = reports.console_for(settings)
     return uvloop.run(until_interrupted(_run(settings, console), console))
 
@@ -66,11 +64,9 @@ async def _run(settings: IsolationSettings, console: Console) -> int:
             result = await _measure(client, model, settings, console)
     except aiohttp.ClientError as error:
         raise BenchFailed(f"the server cannot be reached: {error or type(error).__name__}") from None
-    result["settings"] = settings.model_dump(exclude={"api_key", "plot"})
+    result["settings"] = settings.model_dump(exclude={"api_key"})
     show_isolation(result, console)
     reports.write_json(settings, result)
-    if settings.plot:
-        plot.draw_isolation(settings.plot, result)
     return 0
 
 

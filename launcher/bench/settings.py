@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
 
 from launcher.load.settings import READY_TIMEOUT, ServerSettings
-from runtime.settings.types import Device, JsonOption, KeyOptions, Panels, split_commas
+from runtime.settings.types import Device, JsonOption, Panels, split_commas
 
 Sizes = Annotated[list[int], NoDecode, BeforeValidator(split_commas)]
 
@@ -59,7 +59,7 @@ class IsolationSettings(JsonOption):
         "Server": "url api_key model prefill decode device threads ready_timeout_s",
         "Load": "streams stream_tokens prompt_words_min prompt_words_max prompts_at_once seed",
         "Measurement": "seconds warmup_s throughput",
-        "Output": "as_json plot",
+        "Output": "as_json",
     }
     url: str = Field("", description="Server that is up, like http://127.0.0.1:8000; empty: start a cluster.")
     api_key: str = Field("", description="Key for that server, if it wants one.")
@@ -88,28 +88,3 @@ class IsolationSettings(JsonOption):
         True, description="Also measure 1, 8 and 16 streams together, and prefill alone; takes about as long again."
     )
     seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the words of the prompts.")
-    plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs matplotlib.")
-
-
-class HandoverSettings(KeyOptions, JsonOption):
-    """How much does moving a prompt's KV to decode delay its stream?
-
-    Sends long prompts one by one to a cluster of its own. Measures how much of the transfer prefill did not hide, and the gap
-    before the second token beside the gaps that follow.
-    """
-
-    panels: ClassVar[Panels] = {
-        "Server": "model device threads keys ready_timeout_s",
-        "Load": "prompts prompt_words output_tokens seed",
-        "Output": "as_json",
-    }
-    model: str = Field(
-        "", description="Folder or ORG/NAME; empty: the embedded default.", json_schema_extra={"also_argument": "MODEL"}
-    )
-    device: Device = Field("auto", description="Where to compute.")
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads of each worker; 0: as the cores allow.")
-    ready_timeout_s: float = READY_TIMEOUT
-    prompts: int = Field(10, ge=1, le=10_000, description="Prompts measured; one more comes first and is not counted.")
-    prompt_words: int = Field(1400, ge=1, le=100_000, description="Words of each, about one token each.")
-    output_tokens: int = Field(32, ge=4, le=100_000, description="Tokens of each answer.")
-    seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the words.")

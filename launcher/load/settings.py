@@ -1,4 +1,4 @@
-"""Options of the load generator: `crossdock bench serve`, `bench compare` and `bench ratio`."""
+"""Options of the load generator: `crossdock bench serve` and `bench compare`."""
 
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -20,17 +20,8 @@ def _check_priorities(value: list[str]) -> list[str]:
     return value
 
 
-def _check_ratios(value: list[str]) -> list[str]:
-    for text in value:
-        Ratio.parse(text)
-    if len(set(value)) != len(value):
-        raise ValueError("names a ratio twice")
-    return value
-
-
 LengthText = Annotated[str, AfterValidator(_check_lengths)]
 PriorityList = Annotated[CommaList, AfterValidator(_check_priorities)]
-RatioList = Annotated[CommaList, AfterValidator(_check_ratios)]
 _LENGTHS_HELP = "like 128, uniform:64-512 or lognormal:MEDIAN,SIGMA"
 
 
@@ -68,13 +59,13 @@ class LoadSettings(TargetSettings):
     """The requests that are sent, and the limits of a good answer."""
 
     panels: ClassVar[Panels] = {
-        "Server": "url start api_key model_id model prefill decode mixed ratios device",
+        "Server": "url start api_key model_id model prefill decode mixed device",
         "Arrivals": "rate arrivals cv duration_s requests warmup_s seed",
         "Trace": "trace speed scale_tokens from_s",
         "Requests": "prompt_tokens output_tokens prefix_share prefixes prefix_tokens",
         "Tenants": "tenant tenants_mix abuser priority",
         "What counts as good": "slo_ttft_ms slo_tpot_ms slo_itl_ms",
-        "Output": "as_json plot",
+        "Output": "as_json",
         "Expert options": "endpoint ignore_eos token_ids cancel_share cancel_wait_s in_flight_max timeout_s ready_timeout_s"
         " tokenizer event_log",
     }
@@ -136,7 +127,6 @@ class LoadSettings(TargetSettings):
     tokenizer: str = Field(
         "", description="tokenizer.json or its folder, for servers that take only text: prompts of a known length."
     )
-    plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs matplotlib.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -185,17 +175,6 @@ class ServeBenchSettings(LoadSettings, ServerSettings):
     """
 
 
-class RatioSettings(LoadSettings):
-    """Which ratio of prefill to decode workers serves this load best on this machine?
-
-    Starts each ratio in turn, sends it the same requests at the same times, and compares goodput.
-    """
-
-    ratios: RatioList = Field(
-        description="Ratios to try, like 1P1D,2P1D,2M (M: mixed workers); repeated or with commas."
-    )
-
-
 class CompareSettings(JsonOption):
     """Two runs side by side: what differs in their settings, what in their figures, and what of that is only noise."""
 
@@ -205,4 +184,3 @@ class CompareSettings(JsonOption):
     second: str = Field(min_length=1, description="File of the other run.", json_schema_extra={"argument": "B.json"})
     seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the bootstrap.")
     resamples: int = Field(1000, ge=100, le=100_000, description="Draws of the bootstrap.")
-    plot: str = Field("", description="File for a picture of both (.svg, .png or .pdf); needs matplotlib.")

@@ -25,7 +25,7 @@ from launcher.local.core_plan import plan_cpu
 from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve
 from launcher.models.resolve import ReadyModel
-from launcher.tuning import event_log, from_events, measure
+from launcher.tuning import event_log, measure
 from launcher.tuning.core_time import read_slower, shared_core_ms
 from launcher.tuning.event_log import Logged
 from launcher.tuning.measure import Measured, MeasuredSession
@@ -47,9 +47,6 @@ _VERSIONS = ("crossdock", "torch", "transformers")
 def run(settings: CalibrateSettings) -> int:
     reports.check_writable(settings.out, "--out")
     console = reports.console_for(settings)
-    if settings.from_events:
-        _finish(settings, from_events.corrected(settings, console), console)
-        return 0
     return uvloop.run(until_interrupted(_run(settings, console), console))
 
 

@@ -1,20 +1,15 @@
 """Reads steps, hand-overs and requests from a coordinator's event log."""
 
-from collections import Counter, defaultdict
-from contextlib import nullcontext
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import wrap_file
 
 from coordinator.core import Core
 from coordinator.event_log.format import EventLogError
 from coordinator.event_log.replay import Replay
-from coordinator.events import Action, Event, PeerDown, PeerUp, Received
+from coordinator.events import Action, Event, PeerUp, Received
 from proto.messages import Chunk, Finished, HandedOver, Hello, Role, StepDone, Submit
 from proto.parts import Capacity
-from proto.progress import DecodeProgress
 from runtime.settings.options import SettingsError
 
 
@@ -34,34 +29,20 @@ class LoggedStep:
         return sum(chunk.length * (chunk.start + chunk.length / 2) for chunk in self.chunks)
 
 
-@dataclass(frozen=True)
-class LoggedDecode:
-    """Decode steps of one worker, back to back; sums."""
-
-    at_s: float
-    steps: int
-    ms: float
-    sequences: int
-    kv_tokens: int
-
-
 @dataclass
 class Logged:
     """Times in seconds of the coordinator's clock."""
 
     steps: list[LoggedStep] = field(default_factory=list)
-    decode: list[LoggedDecode] = field(default_factory=list)  # steps of workers that do nothing else
     hand_overs: dict[str, HandedOver] = field(default_factory=dict)
     submitted: dict[str, tuple[float, Submit]] = field(default_factory=dict)
     output_tokens: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     capacities: dict[Role, Capacity] = field(default_factory=dict)
     hosts: set[str] = field(default_factory=set)
     models: set[str] = field(default_factory=set)
-    most_workers: dict[Role, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # at one time, by host
     step_tokens: int = 0
     attention_tokens: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)  # of each prompt, as its prefill worker found them
-    _up: dict[int, Hello] = field(default_factory=dict)  # workers, by incarnation
 
     def steps_of(self) -> dict[str, list[LoggedStep]]:
         """The steps of each request."""
@@ -74,8 +55,6 @@ class Logged:
     def before(self, core: Core, event: Event, now: float) -> None:
         if isinstance(event, PeerUp) and event.hello.capacity is not None:
             self._worker_up(event.hello, event.hello.capacity)
-        elif isinstance(event, PeerDown):
-            self._up.pop(event.incarnation, None)
         if not isinstance(event, Received):
             return
         match event.message:
@@ -83,9 +62,6 @@ class Logged:
                 self.steps.append(LoggedStep(now, event.incarnation, chunks, ms))
                 for chunk in chunks:
                     self.cached_tokens.setdefault(chunk.request_id, chunk.start)
-            case DecodeProgress(timed_steps=steps, timed_ms=ms) as done if steps and ms > 0:
-                if event.incarnation in self._up and not self._up[event.incarnation].process:
-                    self.decode.append(LoggedDecode(now, steps, ms, done.timed_sequences, done.timed_kv_tokens))
             case HandedOver() as done:
                 self.hand_overs[done.request_id] = done
             case Submit() as submit:
@@ -98,29 +74,16 @@ class Logged:
         self.hosts.add(hello.host)
         self.models.add(hello.model)
         self.attention_tokens = self.attention_tokens or hello.attention_tokens
-        self._up[hello.incarnation] = hello
-        present = sum((one.role, one.host) == (hello.role, hello.host) for one in self._up.values())
-        self.most_workers[hello.role][hello.host] = max(self.most_workers[hello.role][hello.host], present)
 
     def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
         """Ignores the core's actions."""
 
 
-def read(path: Path, option: str, console: Console | None = None) -> Logged:
-    """Reads an event log, up to the last whole record if it is still being written; shows a progress bar if there is a
-    `console`. Raises `SettingsError`."""
+def read(path: Path, option: str) -> Logged:
+    """Reads an event log, up to the last whole record if it is still being written. Raises `SettingsError`."""
     logged, path = Logged(), path.expanduser()
     try:
-        with (
-            path.open("rb") as opened,
-            (
-                nullcontext(opened)
-                if console is None
-                else wrap_file(
-                    opened, path.stat().st_size, description=f"reading {path.name}", console=console, transient=True
-                )
-            ) as file,
-        ):
+        with path.open("rb") as file:
             again = Replay(file)
             logged.step_tokens = again.header.limits.step_tokens
             difference = again.run(logged)

@@ -45,7 +45,6 @@ def rendered(report: Mapping[str, Any]) -> str:
         report=report,
         probability=show.probability_of(report),
         headline=show.headline(report),
-        turns=show.turn_lines(report["turns"]),
         busy_note=show.BUSY_NOTE,
         ranked=report["ranked"][: show.ROWS_MAX],
         apply_note=show.apply_note(report),

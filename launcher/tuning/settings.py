@@ -62,15 +62,11 @@ class CalibrateSettings(JsonOption):
 
     Starts a cluster of one prefill and one decode worker for a few minutes, and writes a profile for crossdock tune. Use the
     machine for nothing else meanwhile.
-
-    With --from-events nothing is started: --profile is corrected by what steps took in production, as a coordinator wrote it to
-    its --event-log, and written to --out.
     """
 
     panels: ClassVar[Panels] = {
         "Installation": "model device ready_timeout_s",
         "Measurement": "rounds sequences_max context_tokens_max seed",
-        "Correction": "from_events profile force",
         "Output": "out as_json",
     }
     model: str = Field(
@@ -91,12 +87,6 @@ class CalibrateSettings(JsonOption):
     ready_timeout_s: float = Field(
         180.0, gt=0.0, le=86_400.0, description="Seconds that the cluster may take to be ready."
     )
-    from_events: CommaList = Field(
-        default_factory=list,
-        description="Event logs of a coordinator, separated by commas: measure nothing, and correct --profile by them.",
-    )
-    profile: str = Field("profile.json", min_length=1, description="For --from-events: the profile to correct.")
-    force: bool = Field(False, description="For --from-events: correct the profile of another model, too.")
     out: str = Field("profile.json", min_length=1, description="File to write the profile to.")
 
 
@@ -170,8 +160,8 @@ class TuneSettings(TrafficSettings):
     """Which ratio of prefill to decode workers serves this traffic best, or should they be mixed?
 
     Plays the traffic against ratios of up to --workers workers, in simulation, with the coordinator's own rules and the
-    times of --profile. Says what is best, or with fewer workers as good, how sure that is, what limits each ratio, and what
-    change of the traffic would turn the answer. To compare it with real runs: crossdock tune check.
+    times of --profile. Says what is best, or with fewer workers as good, how sure that is, and what limits each ratio. To
+    compare it with real runs: crossdock tune check.
     """
 
     panels: ClassVar[Panels] = {

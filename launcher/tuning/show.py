@@ -48,8 +48,6 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     _by_workers(report, console)
     _map(report["map"], console)
     _what_if(report, console)
-    for line in turn_lines(report["turns"]):
-        console.print(line, highlight=False)
     console.print(f"\n{apply_note(report)}", highlight=False)
     apply = report["apply"]
     for line in (apply["command"], *apply["cluster_toml"]):
@@ -207,34 +205,6 @@ def _map(cells: Sequence[Mapping[str, Any]], console: Console) -> None:
 def rows_of(cells: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     """The rows of the map: one for each number of prefill workers."""
     return [list(row) for _, row in groupby(cells, key=itemgetter("prefill"))]
-
-
-def turn_lines(turns: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = []
-    for turn in turns:
-        if turn["what"] == "hit rate":
-            if turn["candidate"]:
-                lines.append(
-                    f"With {100 * turn['factor']:.0f} % of prompts cached {turn['candidate']} would be better."
-                )
-        elif turn["candidate"]:
-            lines.append(f"At {turn['factor']:g} times the {turn['what']} {turn['candidate']} would be better.")
-    quiet: dict[str, list[float]] = {}
-    for turn in turns:
-        if not turn["candidate"]:
-            quiet.setdefault(turn["what"], []).append(turn["factor"])
-    if quiet:
-        lines.append(f"It stays best, or within 1 %, with {', '.join(_range(*one) for one in quiet.items())}.")
-    return lines
-
-
-def _range(what: str, factors: Sequence[float]) -> str:
-    low, high = min(factors), max(factors)
-    if what == "hit rate":
-        return f"up to {100 * high:.0f} % of prompts cached"
-    if low < 1 < high:
-        return f"{low:g} to {high:g} times the {what}"
-    return f"up to {high:g} times the {what}" if high > 1 else f"down to {low:g} times the {what}"
 
 
 def how(report: Mapping[str, Any]) -> str:

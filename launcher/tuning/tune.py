@@ -23,7 +23,7 @@ from tuning.advise import Slo
 from tuning.goals import Goals
 from tuning.profile import ControlCost, Profile
 from tuning.search import Found, Scored, Space, search
-from tuning.sensitivity import map_of, turns, what_if
+from tuning.sensitivity import map_of, what_if
 from tuning.simulator.job import Sent
 from tuning.simulator.options import RunOptions
 from tuning.simulator.outcome import SimulatedOutcome
@@ -163,7 +163,6 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
 
         found = search(profile, sent, goals, space, options, tell=tell, seed=settings.seed)
         cells = map_of(profile, sent, goals, found, options, tell)
-        turned = turns(profile, sent, goals, space, found, options, tell)
         changed, headroom = what_if(profile, sent, goals, space, found, options, tell)
     best, seen = found.best, as_it_came(sent, found.outcome)
     report: dict[str, Any] = plain(
@@ -186,7 +185,6 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
             "candidates": [entry(one, found) for one in found.results.values()],
             "class_attainment": found.class_attainment,
             "map": [square._asdict() for square in cells],
-            "turns": [turn._asdict() for turn in turned],
             "what_if": [row._asdict() for row in changed],
             "headroom": headroom,
             "caveats": caveats(settings, profile, played),

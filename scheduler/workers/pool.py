@@ -21,7 +21,6 @@ from scheduler.kv_admission.sessions import Sessions
 from scheduler.request import RETAINED, Request
 from scheduler.score import Weights
 from scheduler.step_pace import StepLimits, StepPace
-from scheduler.step_times import StepTimeSample
 from scheduler.waiting.answer_lengths import AnswerLengths
 from scheduler.waiting.queue_keys import target_class
 from scheduler.waiting.rate import Rate
@@ -88,7 +87,6 @@ class Pool:
         self._reassigned_at = self._targets_short_at = -inf
         self.traffic, self.sessions = RecentTraffic(), Sessions()
         self._cache_tokens = {Role.PREFILL: 0, Role.DECODE: 0}
-        self.step_times = {Role.PREFILL: StepTimeSample(), Role.DECODE: StepTimeSample()}
         self.context_tokens = 0  # the longest prompt + output every worker takes, or took before all were lost
         self._lost: dict[Role, tuple[Worker, float]] = {}
         """The last worker of each role that has none now, and when it was lost. A drained worker is not lost."""

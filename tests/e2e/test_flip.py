@@ -171,7 +171,6 @@ def test_autopilot_explains_its_role_change(up: Twins, tmp_path: Path) -> None:
     log = tmp_path / "autopilot.log"
     with log.open("wb") as out:
         arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-        arguments.append("--no-learn")  # else it would find out that prompts take less
         process = subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
     try:
         number = 0

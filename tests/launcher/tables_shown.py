@@ -5,7 +5,6 @@ from typing import Any
 from coordinator.event_log.longest_waits import Waited
 from coordinator.event_log.reasons import By, OtherTurn
 from coordinator.event_log.timeline import ChunkSent, Entry, Passed, Placed, RequestEnded, Submitted
-from launcher.bench import ratio as bench_ratio
 from launcher.cluster.plan import PlannedProcess
 from launcher.load.figures import LoadSlo, figures
 from launcher.load.records import RequestRecord
@@ -81,7 +80,6 @@ def _record(index: int, tenant: str) -> RequestRecord:
 FIGURES = figures(
     [_record(n, ("acme", TENANT)[n % 2]) for n in range(20)], {"acme": 1.0, TENANT: 2.0}, LoadSlo(1e3, 1e2, 0)
 )
-RATIOS = [bench_ratio.row(name, FIGURES) | {"fails": ["ttft", "answer", "tpot"]} for name in ("1P1D", "2P1D", "10P12D")]
 DIFFERENCES = {
     "model": ("meta-llama/Llama-3.1-70B", "–"),
     "rate": (0.25, 1.0),
@@ -111,11 +109,6 @@ ISOLATION: dict[str, Any] = {
     "loaded": _GAPS,
     "long_prompts": {"finished": 12, "prompt_tokens_mean": 123_456.0, "ttft_p50_s": 99.0, "ttft_max_s": 999.0},
 }
-HANDOVER = {
-    "prompt_tokens_mean": 1000.0, "kv_mib_mean": 40.0, "ttft_p50_ms": 1.0, "exposed_p50_ms": 1.0, "steady_gap_p50_ms": 1.0,
-    "exposed_share_of_ttft_p50": 0.1234, "exposed_share_of_ttft_max": 0.5678, "second_gap_p50_ms": 1.0,
-    "second_over_steady_p50": 1.25, "second_over_steady_max": 123.45,
-}  # fmt: skip
 _GROUP = {
     "offered": 1_234_567, "finished": 1_234_567, "ended_otherwise": {"rejected": 99_999, "expired": 99_999},
     "rejected": {"tenant_queue": 99_999}, "goodput_per_s": 12_345.67, "goodput_share": 1.0,

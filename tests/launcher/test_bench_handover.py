@@ -1,8 +1,8 @@
-"""The figures of `crossdock bench handover`, from arrivals that are known."""
+"""The figures of `python -m benchmarks handover`, from arrivals that are known."""
 
 import pytest
 
-from launcher.bench.handover import Handover, figures
+from benchmarks.handover import Handover, figures
 from launcher.http.streams import ClientStream
 
 

@@ -75,16 +75,12 @@ def test_differing_numerics_are_shown() -> None:
 
 
 def test_autopilot_status_shows_its_error() -> None:
-    """The autopilot's advice, prediction error and learned corrections are shown."""
+    """The autopilot's advice and prediction error are shown."""
     error = PredictionError(17, 0.04, 0.125, None, 0.013)
     pilot = AutopilotStatus("tiny", "on", "1P3D", "2P2D", "[long] prompts", error)
     text = _shown(msgspec.structs.replace(REPORT, autopilots=(pilot,)))
     assert "Autopilot of tiny (on): wants 2P2D instead of 1P3D; [long] prompts" in text
     assert "last hour: TTFT p50 4%, TTFT p90 12%, SLO share 1.3 points (median of 17)" in text
-    assert "corrected" not in text
-    learned = msgspec.structs.replace(pilot, learned="decode steps take 1.18 times what the profile says (2,340 steps)")
-    text = _shown(msgspec.structs.replace(REPORT, autopilots=(learned,)))
-    assert "It has corrected its profile: decode steps take 1.18 times what the profile says (2,340 steps)" in text
     old = msgspec.structs.replace(pilot, wanted="1P3D", age_ms=600_000.0, error=PredictionError())
     text = _shown(msgspec.structs.replace(REPORT, autopilots=(old,)))
     assert "(on, 10 min ago): keeps 1P3D" in text and "last hour" not in text

@@ -51,7 +51,6 @@ SAMPLES: list[Message] = [
         {},
         {"x": 2},
         (status.PairStatus("p", "d", "shm", ""),),
-        step_times=(status.StepTimes("m", messages.Role.DECODE, (5.0,), (4,), (3.0,), (1500.0,), (25.4,)),),
     ),
     messages.Prefill(*WORK, GATEWAY, DECODE, 16, HASHES, 16),
     messages.Step(4, (Chunk(*ID, 0, 16),)),

@@ -18,7 +18,6 @@ from simulation.cluster.surroundings import ClientRequest, Timing
 from tuning.accuracy import Accuracy
 from tuning.advise import Slo
 from tuning.autopilot import Autopilot, AutopilotRules, Decision, observation_of, ratio_of
-from tuning.learned import Learner
 from tuning.profile import Profile
 
 EVERY_S = 2.0
@@ -78,10 +77,9 @@ def arrivals(phases: Sequence[Phase], seed: int) -> list[tuple[float, int, Phase
 def drive(
     phases: Sequence[Phase], profile: Profile, slo: Slo, prefill: int, decode: int, *, seed: int = 1,
     rules: AutopilotRules | None = None, log: Callable[[str], None] = lambda line: None,
-    accuracy: Accuracy | None = None, believed: Profile | None = None, learner: Learner | None = None,
+    accuracy: Accuracy | None = None,
 ) -> Outcome:  # fmt: skip
-    """With `rules` the autopilot drives; else the ratio is fixed. Steps take what `profile` says; the autopilot is told
-    `believed` if that is another one. With a `learner`, it and `accuracy` predict with the profile that this corrects."""
+    """With `rules` the autopilot drives; else the ratio is fixed. Steps take what `profile` says."""
     cluster = VirtualCluster(
         Limits(
             step_tokens=profile.step_tokens,
@@ -115,21 +113,17 @@ def drive(
         ask = partial(cluster.submit, output_tokens=(output_tokens,))
         cluster.at(at, ask, name, "tenant", prompt_tokens, OUTPUT_TOKENS_MAX)
     if rules is not None:
-        pilot = Autopilot(believed or profile, rules)
-        cluster.at(EVERY_S, _look, cluster, pilot, learner, found, log)
+        pilot = Autopilot(profile, rules)
+        cluster.at(EVERY_S, _look, cluster, pilot, found, log)
     if accuracy is not None:
-        cluster.at(EVERY_S, _compare, cluster, accuracy, learner)
+        cluster.at(EVERY_S, _compare, cluster, accuracy)
     cluster.run(sum(phase.seconds for phase in phases) + 120.0)
     return found
 
 
-def _look(
-    cluster: VirtualCluster, pilot: Autopilot, learner: Learner | None, found: Outcome, log: Callable[[str], None]
-) -> None:
+def _look(cluster: VirtualCluster, pilot: Autopilot, found: Outcome, log: Callable[[str], None]) -> None:
     cluster.core.now = cluster.now
     status = report.status(cluster.core)
-    if learner is not None:
-        pilot.profile = learner.look(status, "m")
     decision = pilot.decide(observation_of(status, "m"), cluster.now)
     found.decisions.append(decision)
     if not found.ratios or found.ratios[-1][1] != str(decision.present):
@@ -140,14 +134,12 @@ def _look(
         found.flips.append((cluster.now, 1 if decision.role is Role.PREFILL else -1))
         hand_over_ms = HAND_OVER_MS if decision.role is Role.PREFILL else 0.0
         cluster.flip(worker, decision.role, hand_over_ms, decision.reason[:500])
-    cluster.at(cluster.now + EVERY_S, _look, cluster, pilot, learner, found, log)
+    cluster.at(cluster.now + EVERY_S, _look, cluster, pilot, found, log)
 
 
-def _compare(cluster: VirtualCluster, accuracy: Accuracy, learner: Learner | None) -> None:
+def _compare(cluster: VirtualCluster, accuracy: Accuracy) -> None:
     cluster.core.now = cluster.now
     status = report.status(cluster.core)
-    if learner is not None:
-        accuracy.predict_with(learner.look(status, "m"))
     seen = observation_of(status, "m")
     accuracy.look(None if seen.is_changing else ratio_of(seen), status.traffic[0], cluster.now)
-    cluster.at(cluster.now + EVERY_S, _compare, cluster, accuracy, learner)
+    cluster.at(cluster.now + EVERY_S, _compare, cluster, accuracy)

@@ -7,7 +7,6 @@ from tests.tuning.driving import Phase, drive
 from tests.tuning.test_autopilot import PROFILE, SLO
 from tuning.accuracy import Accuracy, measured, predicted
 from tuning.advise import Traffic, Workers
-from tuning.learned import Learner
 
 RATIO = Workers(2, 2)
 
@@ -89,19 +88,3 @@ def test_true_profile_has_small_errors() -> None:
     assert error.comparisons >= 2
     for value in (error.ttft_p50, error.ttft_p90, error.tpot_p90, error.slo_share):
         assert value is not None and value < 0.15, error
-
-
-def test_learner_corrects_wrong_profile() -> None:
-    """Prompts take half as long again as it says, and later tokens a third longer."""
-    true, phases = PROFILE.scaled(1.5, 1.33), [Phase(150, 1.0, 4000, 150)]
-    as_calibrated, corrected, learner = Accuracy(PROFILE, SLO), Accuracy(PROFILE, SLO), Learner(PROFILE)
-    drive(phases, true, SLO, 2, 2, accuracy=as_calibrated)
-    drive(phases, true, SLO, 2, 2, accuracy=corrected, learner=learner)
-    before, after = as_calibrated.error(150.0), corrected.error(150.0)
-    for name in ("ttft_p50", "ttft_p90", "tpot_p90"):
-        wrong, right = getattr(before, name), getattr(after, name)
-        assert wrong > 0.2 and right < 0.1, (name, wrong, right)
-    assert {role.value: round(one.factor, 2) for role, one in learner.learned.corrections.items()} == {
-        "prefill": 1.5,
-        "decode": 1.33,
-    }

@@ -1,11 +1,11 @@
-"""The tuner's quick model: what another ratio would do to present traffic."""
+"""The autopilot's quick model: what a ratio of workers does for present traffic."""
 
 from dataclasses import replace
 
 import pytest
 
 from tests.tuning.profiles import GPU
-from tuning.advise import Slo, Traffic, Workers, advise, erlang_c, neighbours
+from tuning.advise import QueueingModel, Slo, Traffic, Workers, erlang_c
 from tuning.profile import HostCost
 
 SLO = Slo(500.0, 30.0)
@@ -13,28 +13,27 @@ LONG_PROMPTS = Traffic(40.0, [1500, 900, 1200] * 20, [100, 150, 200] * 20)
 LONG_ANSWERS = Traffic(40.0, [200, 300, 100] * 20, [400, 600, 500] * 20)
 
 
-def test_scarce_role_gets_a_worker() -> None:
-    """The advised ratio moves a worker to the role that binds, prefill or decode."""
-    found = advise(GPU, LONG_PROMPTS, Workers(3, 5), SLO)
-    assert found.present.binds == "prefill compute"
-    assert found.best.workers == Workers(4, 4)
-    assert found.gain > 0.1
-    found = advise(GPU, LONG_ANSWERS, Workers(5, 1), SLO)
-    assert found.present.binds.startswith("decode")
-    assert found.best.workers == Workers(4, 2)
+def test_short_role_binds() -> None:
+    """The role with too few workers binds, and one worker more of it serves more."""
+    prompts, answers = QueueingModel(GPU, LONG_PROMPTS, SLO), QueueingModel(GPU, LONG_ANSWERS, SLO)
+    assert prompts.estimate(Workers(3, 5)).binds == "prefill compute"
+    assert prompts.estimate(Workers(4, 4)).goodput > 1.1 * prompts.estimate(Workers(3, 5)).goodput
+    assert answers.estimate(Workers(5, 1)).binds.startswith("decode")
+    assert answers.estimate(Workers(4, 2)).goodput > answers.estimate(Workers(5, 1)).goodput
 
 
-def test_useless_change_is_not_advised() -> None:
-    """The present ratio is advised where no change helps."""
-    found = advise(GPU, Traffic(2.0, [500] * 40, [100] * 40), Workers(3, 5), SLO)
-    assert found.best is found.present
-    assert (found.present.attainment, found.gain, found.wanted) == (pytest.approx(1.0, abs=0.01), 0.0, Workers(1, 1))
+def test_little_traffic_keeps_the_slo() -> None:
+    """Any ratio serves little traffic, for which one worker of each role is enough."""
+    model = QueueingModel(GPU, Traffic(2.0, [500] * 40, [100] * 40), SLO)
+    found = model.estimate(Workers(3, 5))
+    assert (found.attainment, found.binds, model.wanted()) == (pytest.approx(1.0, abs=0.01), "", Workers(1, 1))
+    assert QueueingModel(GPU, Traffic(0.0, [], []), SLO).estimate(Workers(2, 2)).goodput == 0.0
 
 
 def test_cache_hits_lower_prefill_load() -> None:
     """A higher hit rate lowers the prefill load and raises the attainment."""
-    cold = advise(GPU, LONG_PROMPTS, Workers(3, 5), SLO).present
-    warm = advise(GPU, replace(LONG_PROMPTS, hit_rate=0.5), Workers(3, 5), SLO).present
+    cold = QueueingModel(GPU, LONG_PROMPTS, SLO).estimate(Workers(3, 5))
+    warm = QueueingModel(GPU, replace(LONG_PROMPTS, hit_rate=0.5), SLO).estimate(Workers(3, 5))
     assert warm.prefill_load < 0.7 * cold.prefill_load
     assert warm.attainment > cold.attainment
 
@@ -42,31 +41,17 @@ def test_cache_hits_lower_prefill_load() -> None:
 def test_present_queue_lowers_attainment() -> None:
     """Prompt tokens that wait already lower the predicted attainment."""
     traffic = replace(LONG_PROMPTS, requests_per_s=20.0)
-    before = advise(GPU, traffic, Workers(4, 4), SLO).present.attainment
-    after = advise(GPU, replace(traffic, waiting_tokens=1_000_000), Workers(4, 4), SLO).present.attainment
+    before = QueueingModel(GPU, traffic, SLO).estimate(Workers(4, 4)).attainment
+    after = QueueingModel(GPU, replace(traffic, waiting_tokens=1_000_000), SLO).estimate(Workers(4, 4)).attainment
     assert after < before - 0.2
 
 
 def test_wanted_workers_keep_the_slo() -> None:
     """The wanted ratio keeps the SLO, and one prefill worker fewer does not."""
-    wanted = advise(GPU, LONG_PROMPTS, Workers(3, 5), SLO).wanted
-    assert advise(GPU, LONG_PROMPTS, wanted, SLO).present.attainment >= SLO.percentile - 0.02
+    wanted = QueueingModel(GPU, LONG_PROMPTS, SLO).wanted()
+    assert QueueingModel(GPU, LONG_PROMPTS, SLO).estimate(wanted).attainment >= SLO.percentile - 0.02
     fewer = Workers(wanted.prefill - 1, wanted.decode)
-    assert advise(GPU, LONG_PROMPTS, fewer, SLO).present.attainment < SLO.percentile
-
-
-def test_no_traffic_changes_nothing() -> None:
-    """The present ratio is advised when there is no traffic."""
-    found = advise(GPU, Traffic(0.0, [], []), Workers(2, 2), SLO)
-    assert found.best is found.present
-    assert found.gain == 0.0
-
-
-def test_neighbours_change_one_role() -> None:
-    """Neighbours of a ratio change the role of one worker and can still serve."""
-    assert set(neighbours(Workers(2, 1), False)) == {Workers(1, 2)}
-    assert set(neighbours(Workers(1, 1), True)) == {Workers(0, 1, 1), Workers(1, 0, 1)}
-    assert set(neighbours(Workers(1, 0, 1), True)) == {Workers(0, 0, 2), Workers(1, 1, 0), Workers(0, 1, 1)}
+    assert QueueingModel(GPU, LONG_PROMPTS, SLO).estimate(fewer).attainment < SLO.percentile
 
 
 def test_mixed_first_chunk_waits_half_step() -> None:
@@ -75,7 +60,7 @@ def test_mixed_first_chunk_waits_half_step() -> None:
     prefill_ms, step_ms = profile.prefill.prompt_ms(256, 0, 256), profile.decode.step_ms(1, 306)
     for share, kept in ((0.4, 0.0), (0.6, 1.0)):
         slo = Slo(prefill_ms + share * step_ms, 1000.0)
-        found = advise(profile, Traffic(0.01, [256] * 40, [100] * 40), Workers(0, 0, 1), slo).present
+        found = QueueingModel(profile, Traffic(0.01, [256] * 40, [100] * 40), slo).estimate(Workers(0, 0, 1))
         assert found.ttft_attainment == pytest.approx(kept, abs=0.01)
 
 

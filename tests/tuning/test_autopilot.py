@@ -25,7 +25,6 @@ from tuning.autopilot import (
     observation_of,
     of_longer,
 )
-from tuning.learned import Learner
 from tuning.profile import Curve, DecodeCost, HostCost, PrefillCost, Profile, ProfileCapacity, TransferCost
 
 PROFILE = Profile(
@@ -178,15 +177,6 @@ def test_autopilot_follows_turning_traffic() -> None:
 def test_steady_traffic_changes_nothing() -> None:
     """The autopilot changes no role while traffic stays the same."""
     assert not drive([Phase(100, 4.0, 4000, 150)], PROFILE, SLO, 4, 4, rules=AutopilotRules(SLO)).flips
-
-
-def test_wrong_profile_finds_ratio_by_learning() -> None:
-    """The profile says that prompts take 0.4 times what they take. Half of the workers have to compute them."""
-    wrong, phases = PROFILE.scaled(prefill=0.4), [Phase(150, 4.0, 6000, 20)]
-    believes = drive(phases, PROFILE, SLO, 2, 6, rules=AutopilotRules(SLO), believed=wrong)
-    learns = drive(phases, PROFILE, SLO, 2, 6, rules=AutopilotRules(SLO), believed=wrong, learner=Learner(wrong))
-    assert learns.ratios[-1][1] == "4P4D" != believes.ratios[-1][1]
-    assert learns.goodput > 1.5 * believes.goodput, (learns.goodput, believes.goodput)
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from tuning.simulator.batch import SimulatedBatch
 from tuning.simulator.cluster import Simulator
 from tuning.simulator.gaps import Gaps
 from tuning.simulator.job import Sent, SimulatedRequest
-from tuning.simulator.options import RunOptions, WorkerFailure
+from tuning.simulator.options import RunOptions
 from tuning.simulator.room import DecodeRoom
 from tuning.traffic import Change, excerpt, fitted, with_cancels
 
@@ -83,16 +83,6 @@ def test_step_boundary_is_found_again(kv_token_ms: float) -> None:
         assert batch.steps_until(batch.boundary_s(steps)) == steps
 
 
-def test_lost_step_gives_no_token() -> None:
-    """The step in which a worker is lost gives no token."""
-    batch = SimulatedBatch(0, DecodeCost(Curve((1.0, 8.0), (10.0, 10.0))), DecodeRoom(1000, 16), 100, Gaps())
-    job = SimulatedRequest(0, Sent(0.0, 10, 4), 256)
-    batch.room.place(0, 10, 4, 0)
-    job.last_s = 0.0
-    batch.join(job, 0.0)
-    assert batch.lose_all(0.025) == [(job, 2)]
-
-
 def test_pending_join_delays_no_ending() -> None:
     """Between the arrival of KV and the join."""
     profile = GPU.replaced(decode=DecodeCost(Curve((1.0, 8.0), (10.0, 12.0))), host=HostCost(join_ms=50.0))
@@ -125,19 +115,6 @@ def test_room_matches_kv_admission() -> None:
             gone = there.pop(0)
             room.release(gone)
             whole.release((str(gone), 1))
-
-
-def test_requests_end_despite_lost_workers() -> None:
-    """Each request ends although workers are lost or slow, and attainment falls."""
-    sent = traffic(8.0, 600)
-    failures = tuple(WorkerFailure(5.0 + 9 * n, n % 5, 4.0) for n in range(7))
-    for workers in (Workers(2, 3), Workers(0, 0, 5)):
-        calm = Simulator(GPU, workers, sent).run()
-        bad = Simulator(GPU, workers, sent, RunOptions(failures=failures, slow=((1, 2.5),))).run()
-        for outcome in (calm, bad):
-            assert not np.isnan(outcome.ttft_ms).any()
-            assert (outcome.tpot_ms[outcome.output_tokens > 1] > 0).all()
-        assert bad.attainment(SLO) < calm.attainment(SLO)
 
 
 def test_cached_prompts_are_not_computed() -> None:
@@ -217,8 +194,6 @@ def test_leaving_clients_free_room() -> None:
     assert stay.no_room.mean() > 2 * leave.no_room.mean() > 0
     assert not np.isnan(leave.ttft_ms).any()
     assert leave.output_tokens.tolist() == [one.forwarded_tokens for one in all_leave]
-    failing = RunOptions(failures=(WorkerFailure(5.0, 2, 2.0), WorkerFailure(9.0, 0, 2.0)))
-    assert not np.isnan(Simulator(GPU, Workers(2, 1), some, failing).run().ttft_ms).any()
 
 
 def test_too_long_requests_are_cut() -> None:

@@ -18,7 +18,6 @@ from launcher.commands import as_listed, build_app
 from launcher.load import traces
 from launcher.reports import check_writable
 from launcher.tuning.settings import TuneCheckSettings, TuneSettings
-from launcher.tuning.show import turn_lines
 from runtime.settings.command_line import invoke
 from runtime.settings.options import SettingsError
 from tests.test_tidy import ROOT
@@ -90,7 +89,6 @@ def test_single_worker_stays_mixed(here: Path) -> None:
     report = json.loads(done.stdout)
     assert report["recommendation"]["workers"] == "1M"
     assert not report["disaggregate"]
-    assert not report["turns"]
     assert "do not disaggregate" in done.stderr
 
 
@@ -150,19 +148,6 @@ def test_settings_can_be_read_again() -> None:
     again = TuneSettings(**json.loads(json.dumps(settings.model_dump(exclude={"as_json"}))))
     assert again == settings
     assert TuneCheckSettings(recommendation="x").duration_s == 60
-
-
-def test_harmless_changes_become_ranges() -> None:
-    """Changes of traffic that keep the best ratio are told as ranges."""
-    quiet = [("prompt length", 3.0), ("prompt length", 0.3), ("load", 1.5), ("output length", 0.5), ("hit rate", 0.8)]
-    turns = [{"what": what, "factor": factor, "candidate": ""} for what, factor in quiet]
-    (line,) = turn_lines(turns)
-    assert line == (
-        "It stays best, or within 1 %, with 0.3 to 3 times the prompt length, up to 1.5 times the load,"
-        " down to 0.5 times the output length, up to 80 % of prompts cached."
-    )
-    turned = {"what": "load", "factor": 2.0, "candidate": "3P1D"}
-    assert turn_lines([turned, *turns])[0] == "At 2 times the load 3P1D would be better."
 
 
 def test_unwritable_output_is_refused_first(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ and the cost of a run does not depend on how many tokens it has. A sequence join
 The batch of a mixed worker waits for its prefill steps, which come in between: `wait_for`.
 """
 
-from collections import deque
 from heapq import heappop, heappush
 from math import ceil, inf, sqrt
 
@@ -25,21 +24,16 @@ have 11 digits after the point, so steps may be as short as 0.1 ms."""
 
 
 class SimulatedBatch:
-    def __init__(
-        self, number: int, cost: DecodeCost, room: DecodeRoom, seqs_max: int, gaps: Gaps, slow: float = 1.0
-    ) -> None:
-        """`slow`: how many times as long the steps of a straggler take."""
+    def __init__(self, number: int, cost: DecodeCost, room: DecodeRoom, seqs_max: int, gaps: Gaps) -> None:
         self.number, self.room, self.seqs_max, self.gaps = number, room, seqs_max, gaps
-        self._cost, self._slow = cost, slow / 1000
+        self._cost = cost
         self._base: list[float] = []
-        self._per_token = cost.kv_token_ms * self._slow
+        self._per_token = cost.kv_token_ms / 1000
         self.steps = 0  # begun before `begin_s`
         self.begin_s = 0.0  # boundary at which the present span began, or will begin
         self.kv_tokens = 0
         self.sequences = 0
         self.held_seqs = 0  # placed here, running or not
-        self.promised = 0  # requests that will come here but have no room yet (`RunOptions.late_room`)
-        self.late: deque[SimulatedRequest] = deque()  # of these, those whose prompts are computed
         self.share = 1.0  # factor on step times because others use the same cores
         self.stretch = 1.0  # factor on step times because parts of prompts are computed in them
         self.suffixes = 0  # prompts that are computed here
@@ -51,7 +45,6 @@ class SimulatedBatch:
         self.version = 0
         self.forwarded = 0  # tokens until a sequence last ended: shows which worker has done least
         self.busy_s = self.token_steps = 0.0
-        self.up = True
         self._ends: list[tuple[int, int, SimulatedRequest]] = []
 
     # --- time -----------------------------------------------------------------------------------------------------------
@@ -60,7 +53,7 @@ class SimulatedBatch:
         """Returns the seconds of a step with as many sequences as now, without KV."""
         base, count = self._base, self.sequences
         while len(base) <= count:
-            base.append(self._cost.curve(len(base)) * self._slow)
+            base.append(self._cost.curve(len(base)) / 1000)
         return (base[count] + self._per_token * self.kv_tokens) * self.share * self.stretch
 
     def boundary_s(self, steps: int) -> float:
@@ -155,13 +148,3 @@ class SimulatedBatch:
         self.steps += 1 if count else 0
         self.kv_tokens += count
         return ended_s
-
-    def lose_all(self, now: float) -> list[tuple[SimulatedRequest, int]]:
-        """Removes all sequences, since the worker is lost. Returns each with the number of its tokens that were forwarded; the
-        step in progress does not count."""
-        self.sync(now)
-        done = self.steps - 1 if self.begin_s >= now else self.steps
-        found = [(job, max(job.output - 1 - (end - done), 0)) for end, _, job in self._ends]
-        self._ends.clear()
-        self.sequences = self.kv_tokens = 0
-        return found

@@ -47,7 +47,7 @@ def better_worker(
     here = cached_tokens(job, asks, block_tokens)
     best, best_s = None, None
     for worker in workers:
-        if worker is asks or not worker.up or not worker.fits(job):
+        if worker is asks or not worker.fits(job):
             continue
         there = cached_tokens(job, worker, block_tokens)
         if there <= here:

@@ -14,17 +14,16 @@ from typing import Any
 
 from tuning.advise import Workers
 from tuning.profile import HostCost, Profile
-from tuning.simulator import failures
 from tuning.simulator.batch import SimulatedBatch
 from tuning.simulator.caches import remember
 from tuning.simulator.cores import SimulatedHost
 from tuning.simulator.job import NOT_YET, Sent, SimulatedRequest
-from tuning.simulator.options import RunOptions, WorkerFailure
+from tuning.simulator.options import RunOptions
 from tuning.simulator.outcome import SimulatedOutcome, outcome_of
 from tuning.simulator.placing import Placing
 from tuning.simulator.prefill import SimulatedPrefillWorker
 
-_STEP, _ARRIVED, _END, _DOWN, _UP, _SUBMIT, _SUFFIX, _TURN = range(8)
+_STEP, _ARRIVED, _END, _SUBMIT, _SUFFIX, _TURN = range(6)
 
 
 class Simulator(Placing):
@@ -42,8 +41,6 @@ class Simulator(Placing):
         self._request_s, self._request_token_s = host.request_ms / 1000, host.request_token_ms / 1000
         self._latency_s = profile.transfer.latency_ms / 1000
         self._following = {one.follows: number for number, one in enumerate(sent) if one.follows >= 0}
-        for failure in self.options.failures:
-            self._at(failure.at_s, _DOWN, failure)
 
     def _at(self, when_s: float, kind: int, what: Any, also: Any = None) -> None:
         self._pushed += 1
@@ -52,7 +49,7 @@ class Simulator(Placing):
     def run(self) -> SimulatedOutcome:
         due = self._due
         handlers = (
-            *(self._step_ended, self._arrived, self._sequence_ended, self._lost, self._came),
+            *(self._step_ended, self._arrived, self._sequence_ended),
             *(self._submit, self._suffix_done, self._next_turn),
         )
         jobs = (job for job in self.jobs if job.sent.follows < 0)
@@ -128,8 +125,6 @@ class Simulator(Placing):
         worker.tokens_forwarded += step.tokens
         worker.pace.measure(step.tokens, 1000 * (self.now - worker.began_s - worker.after_s))
         for job, start, tokens in step.chunks:
-            if job.prefill is not worker:
-                continue  # its attempt was interrupted
             worker.send(tokens, self.now, self.token_s)
             if start + tokens == job.prompt:
                 self._prompt_done(job, worker)
@@ -144,7 +139,7 @@ class Simulator(Placing):
             self._host.mixed_changed(worker.batch, self.now)
 
     def _prompt_done(self, job: SimulatedRequest, worker: SimulatedPrefillWorker) -> None:
-        job.first_token, job.last_s = True, self.now
+        job.last_s = self.now
         if job.first_s == NOT_YET:
             job.first_s = self.now
         if job.sent.session:
@@ -153,33 +148,18 @@ class Simulator(Placing):
             remember(job, worker, self.options.block_tokens, worker.kv_tokens)
         if job.output <= 1:
             worker.release_blocks(job)
-            self._ended_in_prefill(job)
+            self._release(job)
         else:
             latency_s = self._latency_s * self._host.hand_over_slower()
-            self._at(max(worker.link_free_s, self.now) + latency_s + self._join_s, _ARRIVED, job, job.attempt)
+            self._at(max(worker.link_free_s, self.now) + latency_s + self._join_s, _ARRIVED, job)
 
-    def _ended_in_prefill(self, job: SimulatedRequest) -> None:
-        if self.options.late_room:
-            job.decode.promised -= 1
-            job.end_s = self.now
-            self.over(job)
-        else:
-            self._release(job)
-
-    def _arrived(self, job: SimulatedRequest, attempt: int) -> None:
+    def _arrived(self, job: SimulatedRequest, _: object) -> None:
         """Joins the request to a batch: its KV is on the decode worker, which knows of it."""
-        if attempt != job.attempt:
-            return
-        batch: SimulatedBatch = job.decode
-        if self.options.late_room and (batch.late or not self.reserve_late(job)):
-            batch.late.append(job)
-            return
-        self._join(job, batch)
+        self._join(job, job.decode)
 
     def _join(self, job: SimulatedRequest, batch: SimulatedBatch) -> None:
         if job.prefill is not None:
             job.prefill.release_blocks(job)
-        job.left_s = self.now
         batch.join(job, self.now)
         job.join_s = batch.begin_s
         if batch.room.exact:
@@ -192,16 +172,14 @@ class Simulator(Placing):
         batch.suffixes_end_s = max(batch.suffixes_end_s, self.now) + took_s
         if batch.suffixes == 1:
             self._stretch(batch, 1 + self.options.stall_share)
-        self._at(batch.suffixes_end_s, _SUFFIX, job, job.attempt)
+        self._at(batch.suffixes_end_s, _SUFFIX, job)
 
-    def _suffix_done(self, job: SimulatedRequest, attempt: int) -> None:
-        if attempt != job.attempt:
-            return
+    def _suffix_done(self, job: SimulatedRequest, _: object) -> None:
         batch: SimulatedBatch = job.decode
         batch.suffixes -= 1
         if not batch.suffixes:
             self._stretch(batch, 1.0)
-        job.first_token, job.first_s, job.last_s = True, self.now, self.now
+        job.first_s = job.last_s = self.now
         if job.output <= 1:
             self._release(job)
         else:
@@ -228,7 +206,7 @@ class Simulator(Placing):
         self._host.batch_changed(batch, self.now)
 
     def _release(self, job: SimulatedRequest) -> None:
-        """Releases what the request holds, since it or its attempt has ended."""
+        """Releases what the request holds, since it has ended."""
         batch: SimulatedBatch = job.decode
         if job.end_s == NOT_YET:
             job.end_s = self.now
@@ -239,24 +217,3 @@ class Simulator(Placing):
         self.over(job)
         self.order.ended(job, job.output)
         self.freed(batch)
-        while batch.late and self.reserve_late(batch.late[0]):
-            self._join(batch.late.popleft(), batch)
-
-    # --- failures ---------------------------------------------------------------------------------------------------------
-
-    def _lost(self, failure: WorkerFailure, _: object) -> None:
-        failures.lose(self, failure.worker)
-        self._at(self.now + failure.down_s, _UP, failure)
-
-    def _came(self, failure: WorkerFailure, _: object) -> None:
-        failures.come_back(self, failure.worker)
-        self.news = True
-
-    def stop_worker(self, worker: SimulatedPrefillWorker) -> None:
-        worker.up = False
-        self._stop(worker)
-        worker.version += 1
-        worker.steps.clear()
-        worker.tokens_in_flight = 0
-        worker.begun = None
-        worker.cache.clear()

@@ -43,7 +43,6 @@ class SimulatedRequest:
     __slots__ = (
         "_patience_s",
         "at_s",
-        "attempt",
         "blocks",
         "cached",
         "chunks",
@@ -54,11 +53,9 @@ class SimulatedRequest:
         "end_s",
         "entry",
         "first_s",
-        "first_token",
         "join_s",
         "key",
         "last_s",
-        "left_s",
         "moves",
         "no_room",
         "number",
@@ -92,31 +89,15 @@ class SimulatedRequest:
         self.path = (sent.priority, organisation, user)
         self.demand = Demand(self.prompt + self.output_max - 1, 1)
         self.key = class_key(self.demand)  # in the queue, while it is not placed
-        self.dispatched = self.cached = self.moves = self.attempt = 0
+        self.dispatched = self.cached = self.moves = 0
         self.output_charged = 0.0
         self.entry: Any = None  # in the queue, while it has chunks left
         self.prefill: Any = None
         self.decode: Any = None
-        self.placed_s = self.first_s = self.join_s = self.end_s = self.left_s = self.last_s = NOT_YET
-        self.first_token = False  # drawn by this attempt
+        self.placed_s = self.first_s = self.join_s = self.end_s = self.last_s = NOT_YET
         self.no_room = False  # once, on any decode worker
 
     def comes(self, now: float) -> None:
         """Sets the times of a request that comes after another one has ended."""
         self.at_s = self.submitted_s = now
         self.due = now + self._patience_s
-
-    def again(self, now: float, emitted: int, step_tokens: int) -> None:
-        """Begins the next attempt: its prompt includes the tokens that this attempt emitted."""
-        self.attempt += 1
-        self.prompt += emitted
-        self.output -= emitted
-        self.output_max -= emitted
-        self.chunks = -(-self.prompt // step_tokens)
-        self.demand = Demand(self.prompt + self.output_max - 1, 1)
-        self.key = class_key(self.demand)
-        self.dispatched = self.cached = self.moves = 0
-        self.blocks = ()
-        self.prefill = self.decode = None
-        self.placed_s = self.left_s = NOT_YET
-        self.last_s, self.first_token = now, False

@@ -1,19 +1,11 @@
 """The options of a simulation, beside profile, workers and traffic."""
 
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 from coordinator.events import Limits
 
 CACHE_BLOCK_TOKENS: Final = 512
-
-
-class WorkerFailure(NamedTuple):
-    """A worker is lost, and one in its place comes `down_s` later."""
-
-    at_s: float
-    worker: int  # prefill workers are counted from 0, then decode workers, then mixed ones
-    down_s: float
 
 
 @dataclass(frozen=True)
@@ -23,11 +15,6 @@ class RunOptions:
     seqs_max: int = 0  # 0: the profile's
     hit_rate: float = 0.0  # of each prompt, on prefill workers, unless the trace has block ids
     block_tokens: int = CACHE_BLOCK_TOKENS  # of each of `Sent.blocks`
-    late_room: bool = False
-    """Room on the decode worker is sought only after the prompt is computed, as in other systems. Until there is room, the
-    prompt's KV stays on the prefill worker."""
     stall_share: float = 0.0
     """Decode workers compute the part of a session's turn that they lack, and spend this share of a step on it; 0: they do
     not, as on GPUs."""
-    slow: tuple[tuple[int, float], ...] = ()  # stragglers: (worker, factor on its step times)
-    failures: tuple[WorkerFailure, ...] = ()

@@ -47,7 +47,7 @@ class Placing(ABC):
         self._make_workers(workers)
 
     def _make_workers(self, workers: Workers) -> None:
-        profile, slow = self.profile, dict(self.options.slow)
+        profile = self.profile
         prefill, decode, mixed = workers
         capacity = profile.decode_capacity
         limits = self.options.limits.steps._replace(tokens=self.step_tokens)
@@ -55,21 +55,18 @@ class Placing(ABC):
         batches: list[SimulatedBatch] = []
         prefill_workers: list[SimulatedPrefillWorker] = []
         for number in range(prefill):
-            prefill_workers.append(
-                SimulatedPrefillWorker(number, profile.prefill_capacity, limits, None, slow.get(number, 1.0))
-            )
+            prefill_workers.append(SimulatedPrefillWorker(number, profile.prefill_capacity, limits, None))
         for number in range(prefill, prefill + decode + mixed):
             blocks, is_mixed = capacity.kv_blocks, number >= prefill + decode
             if is_mixed:
                 part = prefill_blocks(blocks, -(-capacity.context_tokens // capacity.block_size))
                 prefill_capacity, blocks = msgspec.structs.replace(capacity, kv_blocks=part), max(blocks - part, 1)
             room = DecodeRoom(blocks, capacity.block_size)
-            batch = SimulatedBatch(number, profile.decode, room, seqs_max, self.gaps, slow.get(number, 1.0))
+            batch = SimulatedBatch(number, profile.decode, room, seqs_max, self.gaps)
             batch.is_mixed = is_mixed
             batches.append(batch)
             if is_mixed:
-                mixed_slow = slow.get(number, 1.0)
-                prefill_workers.append(SimulatedPrefillWorker(number, prefill_capacity, limits, batch, mixed_slow))
+                prefill_workers.append(SimulatedPrefillWorker(number, prefill_capacity, limits, batch))
         self.prefill: Sequence[SimulatedPrefillWorker] = prefill_workers
         self.batches: Sequence[SimulatedBatch] = batches
 
@@ -114,7 +111,7 @@ class Placing(ABC):
         while True:
             best, best_rank = None, (0, 0, 0)
             for worker in self.prefill:
-                if worker.number in asked or not worker.up or not (worker.placed or self.classes):
+                if worker.number in asked or not (worker.placed or self.classes):
                     continue
                 if worker.pace.may_have_more(len(worker.steps), worker.tokens_in_flight):
                     rank = (worker.tokens_in_flight, worker.tokens_forwarded, worker.number)
@@ -130,7 +127,7 @@ class Placing(ABC):
                 self.start(best)
 
     def place(self, job: SimulatedRequest, worker: SimulatedPrefillWorker) -> bool:
-        if self.now - job.at_s > self._wait_s_max and not job.attempt:
+        if self.now - job.at_s > self._wait_s_max:
             self._leaves_class(job.key)
             self.order.remove(job)
             self.over(job)
@@ -142,10 +139,7 @@ class Placing(ABC):
                 return False
             if self._binds(job, worker):
                 return False
-        late = self.options.late_room
-        decode = None
-        if worker.fits(job):
-            decode = min(self.batches, key=_load) if late else self._decode_for(job, worker)
+        decode = self._decode_for(job, worker) if worker.fits(job) else None
         if decode is None:
             self._refuse(job, worker)
             return False
@@ -159,10 +153,7 @@ class Placing(ABC):
             job.cached = job.dispatched = tokens - tokens % worker.block_size
         job.prefill, job.decode, job.placed_s = worker, decode, self.now
         worker.hold(job)
-        if late:
-            decode.promised += 1
-        else:
-            self._reserve(job, decode)
+        self._reserve(job, decode)
         return True
 
     # --- turns of sessions ------------------------------------------------------------------------------------------------
@@ -223,16 +214,6 @@ class Placing(ABC):
         decode.room.place(job.number, job.prompt, job.output_max, steps)
         decode.held_seqs += 1
 
-    def reserve_late(self, job: SimulatedRequest) -> bool:
-        """Reserves room for a request whose prompt is computed; False if there is no room yet."""
-        batch: SimulatedBatch = job.decode
-        if not self._has_room(batch, job):
-            job.no_room = True
-            return False
-        batch.promised -= 1
-        self._reserve(job, batch)
-        return True
-
     def _refuse(self, job: SimulatedRequest, worker: SimulatedPrefillWorker) -> None:
         if not worker.fits(job):
             worker.stuck[job.key] = job
@@ -280,7 +261,7 @@ class Placing(ABC):
         return best
 
     def _has_room(self, batch: SimulatedBatch, job: SimulatedRequest) -> bool:
-        if not batch.up or batch.held_seqs >= batch.seqs_max:
+        if batch.held_seqs >= batch.seqs_max:
             return False
         room = batch.room
         if not room.exact and room.wholes + room.whole(job.prompt, job.output_max) <= room.kv_blocks:
@@ -296,7 +277,3 @@ class Placing(ABC):
             if fits[job.number]:
                 del self.closed[key]
                 self.news = True
-
-
-def _load(batch: SimulatedBatch) -> tuple[int, int]:
-    return batch.held_seqs + batch.promised, batch.number

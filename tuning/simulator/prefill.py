@@ -25,14 +25,9 @@ class SimulatedPrefillWorker:
     """A prefill worker as the coordinator counts it."""
 
     def __init__(
-        self,
-        number: int,
-        capacity: ProfileCapacity,
-        limits: StepLimits,
-        mixed_with: SimulatedBatch | None,
-        slow: float = 1.0,
+        self, number: int, capacity: ProfileCapacity, limits: StepLimits, mixed_with: SimulatedBatch | None
     ) -> None:
-        self.number, self.batch, self.slow = number, mixed_with, slow
+        self.number, self.batch = number, mixed_with
         self.pace = StepPace(limits)
         self.key = number + 1  # in the queue, of what is placed here
         self.bound_key = bound_key(number + 1)  # in the queue, of what waits for this worker, which has it cached
@@ -44,7 +39,6 @@ class SimulatedPrefillWorker:
         self.placed: dict[int, SimulatedRequest] = {}  # jobs with chunks to dispatch, by number
         self.begun: SimulatedRequest | None = None
         self.stuck: dict[int, SimulatedRequest] = {}  # queue keys whose first job has no room here
-        self.up = True
         self.running = False
         self.left_s = 0.0  # of the present step at `since_s`, if it ran alone
         self.since_s = self.began_s = 0.0
@@ -135,7 +129,7 @@ def compose(
     for _, _, tokens in chunks:
         total += tokens
     worker.tokens_in_flight += total
-    return SimulatedStep(chunks, total, cost.step_ms(total, pairs) * worker.slow / 1000)
+    return SimulatedStep(chunks, total, cost.step_ms(total, pairs) / 1000)
 
 
 def open_keys(worker: SimulatedPrefillWorker, cluster: StepRoom) -> Sequence[int]:

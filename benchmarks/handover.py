@@ -1,7 +1,8 @@
-"""`crossdock bench handover`: how much a client waits because a prompt's KV moves from prefill to decode. KV of chunks is sent
-while later chunks are computed, so little should be left when the prompt is computed. Two figures measure the rest: the time
-from then until the decode worker has acknowledged the KV, as a share of the time to first token; and the gap before the second
-token, which contains that time, beside the later gaps.
+"""`python -m benchmarks handover`: how much a client waits because a prompt's KV moves from prefill to decode.
+
+KV of chunks is sent while later chunks are computed, so little should be left when the prompt is computed. Two figures measure
+the rest: the time from then until the decode worker has acknowledged the KV, as a share of the time to first token; and the
+gap before the second token, which contains that time, beside the later gaps.
 """
 
 import random
@@ -14,9 +15,9 @@ import uvloop
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.settings import HandoverSettings
 from launcher import reports, tables
 from launcher.admin.status import ask
-from launcher.bench.settings import HandoverSettings
 from launcher.http.streams import BenchFailed, ClientStream, gaps_between, long_prompt, percentile, stream_completion
 from launcher.local.lifetime import Running, running, until_interrupted
 from launcher.models import resolve

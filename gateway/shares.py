@@ -1,10 +1,10 @@
-"""Divides what is bounded between tenants: `FairShare` what they hold at once, `FairQueue` whose job is next. Pure.
+"""Divides what is bounded between tenants: `FairShare` what they hold at once, `JobQueue` whose job is next. Pure.
 
 `FairShare` is the dynamic threshold of Choudhury and Hahne (1998) for shared switch buffers, with factor 1: no tenant may hold
 more than is left free. A single tenant may hold half. A tenant that holds nothing still finds room. Tenants that want more than
 there is reach equal shares as they release what they hold.
 
-`FairQueue` is deficit round robin over organisations, by bytes, and round robin over the users of one (Shreedhar and Varghese,
+`JobQueue` is deficit round robin over organisations, by bytes, and round robin over the users of one (Shreedhar and Varghese,
 1995). Large jobs may not take every thread, so a small job never waits for a large job to end.
 """
 
@@ -70,7 +70,7 @@ def organisation_of(tenant: str) -> str:
 
 
 @dataclass(eq=False)
-class Job(Generic[T]):
+class QueuedJob(Generic[T]):
     tenant: str
     cost: int
     work: T
@@ -81,9 +81,9 @@ class Job(Generic[T]):
 class _Organisation(Generic[T]):
     credit: int = 0  # Bytes that it may have tokenized before its visit ends
     visited: bool = False  # It is being served, and has got the credit of this round
-    users: OrderedDict[str, deque[Job[T]]] = field(default_factory=OrderedDict)  # with jobs; the first is next
+    users: OrderedDict[str, deque[QueuedJob[T]]] = field(default_factory=OrderedDict)  # with jobs; the first is next
 
-    def next(self) -> Job[T] | None:
+    def next(self) -> QueuedJob[T] | None:
         """The next job, still in the queue; dropped ones are forgotten."""
         while self.users:
             tenant, jobs = next(iter(self.users.items()))
@@ -102,17 +102,17 @@ class _Organisation(Generic[T]):
             self.users[tenant] = jobs
 
 
-class FairQueue(Generic[T]):
+class JobQueue(Generic[T]):
     def __init__(self) -> None:
         self._organisations: OrderedDict[str, _Organisation[T]] = OrderedDict()  # the first is next
 
-    def push(self, tenant: str, size_bytes: int, work: T) -> Job[T]:
-        job = Job(tenant, max(size_bytes, COST_BYTES_MIN), work)
+    def push(self, tenant: str, size_bytes: int, work: T) -> QueuedJob[T]:
+        job = QueuedJob(tenant, max(size_bytes, COST_BYTES_MIN), work)
         organisation = self._organisations.setdefault(organisation_of(tenant), _Organisation())
         organisation.users.setdefault(tenant, deque()).append(job)
         return job
 
-    def pop(self, *, large: bool = True, passing: Callable[[str], bool] = lambda _: False) -> Job[T] | None:
+    def pop(self, *, large: bool = True, passing: Callable[[str], bool] = lambda _: False) -> QueuedJob[T] | None:
         """Returns the next job, or None. `large`: whether a large job is allowed. `passing` returns whether to skip an
         organisation."""
         passed = 0  # Organisations passed over one after the other

@@ -246,7 +246,8 @@ class EventStream(Response):
             if data:
                 await self._send(send, data)
                 sent_at = clock.now()
-            data = answering.encode(await answering.next(self.keep_alive_s or None))
+            left_s = max(sent_at + self.keep_alive_s - clock.now(), 0.001) if self.keep_alive_s else None
+            data = answering.encode(await answering.next(left_s))
             if not data and self.keep_alive_s and clock.now() >= sent_at + self.keep_alive_s:
                 data = KEEP_ALIVE
         return data

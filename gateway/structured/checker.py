@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.http.errors import ApiError, bad_value
-from gateway.shares import QUANTUM_BYTES, FairQueue, organisation_of
+from gateway.shares import QUANTUM_BYTES, JobQueue, organisation_of
 from gateway.structured.compile_process import COMPILE_CPU_S, OUT_OF_MEMORY, CompileJob
 from runtime.process import clock, log
 from runtime.process.driver import cancelled
@@ -133,7 +133,7 @@ class GrammarChecker:
         """`hello`: the first line for a process, a `CompilerSetup` as JSON."""
         self._processes = [_Process(hello) for _ in range(PROCESSES)]
         self._free = list(self._processes)
-        self._queue: FairQueue[asyncio.Future[_Process]] = FairQueue()
+        self._queue: JobQueue[asyncio.Future[_Process]] = JobQueue()
         self._busy: set[str] = set()  # Organisations that have a process
         self._slow: OrderedDict[str, _Organisation] = OrderedDict()
         self._verdicts: OrderedDict[tuple[str, bytes], str] = OrderedDict()

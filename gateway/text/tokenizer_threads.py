@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from gateway.shares import LARGE_BYTES, FairQueue, Job
+from gateway.shares import LARGE_BYTES, JobQueue, QueuedJob
 
 THREADS: Final = 3  # Large jobs may take all but one
 
@@ -20,7 +20,7 @@ class TokenizerThreads:
         assert threads >= 2, "one thread is kept for jobs that are not large"
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
-        self._queue: FairQueue[tuple[Callable[[], Any], asyncio.Future[Any]]] = FairQueue()
+        self._queue: JobQueue[tuple[Callable[[], Any], asyncio.Future[Any]]] = JobQueue()
         self._running = 0
         self._running_large = 0
 
@@ -51,7 +51,7 @@ class TokenizerThreads:
             done = asyncio.get_running_loop().run_in_executor(self._pool, job.work[0])
             done.add_done_callback(partial(self._ended, job))
 
-    def _ended(self, job: Job[tuple[Callable[[], Any], asyncio.Future[Any]]], done: asyncio.Future[Any]) -> None:
+    def _ended(self, job: QueuedJob[tuple[Callable[[], Any], asyncio.Future[Any]]], done: asyncio.Future[Any]) -> None:
         self._running -= 1
         self._running_large -= job.cost >= LARGE_BYTES
         future = job.work[1]

@@ -7,7 +7,7 @@ from scheduler.lifecycle import ON_WORKERS, TERMINAL, RequestState
 from scheduler.request import RETAINED
 from scheduler.waiting.queue_keys import bound_key
 from scheduler.waiting.tenant_work import UNCOMPUTED, WAITING
-from tests.coordinator.consistent import check_room, held_streams
+from tests.coordinator.consistent import check_room, check_sessions, held_streams
 
 
 def check(core: Core, *, honest: bool = True) -> None:
@@ -102,4 +102,4 @@ def _check_pools(core: Core) -> None:
         turns = (r.turn for r in core.cluster.requests.values() if r.turn is not None and r.submit.model == model)
         contexts = [worker.capacity.context_tokens for worker in (*pool.prefill.values(), *pool.decode.values())]
         assert pool.context_tokens == min(contexts, default=pool.context_tokens)
-        pool.sessions.check_invariants(Counter(turn.session for turn in turns))
+        check_sessions(pool.sessions, Counter(turn.session for turn in turns))

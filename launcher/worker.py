@@ -2,12 +2,13 @@
 because a worker can change its role while it runs (`crossdock flip`).
 """
 
-from runtime.settings import machine
+from runtime.settings import engine_python, machine
 from runtime.settings.workers import WorkerSettings
 
 
 def run(settings: WorkerSettings) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. Raises `ConfigError`."""
+    engine_python.enter(settings)
     settings = machine.prepare(settings)
     # It imports torch, so it must come after the environment that `prepare` sets.
     from launcher import worker_roles

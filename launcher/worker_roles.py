@@ -2,12 +2,16 @@
 has an allocator of its own.
 """
 
+import shlex
+from collections.abc import Callable
+
+import torch
+
 from decode_worker.worker import DecodeWorker
 from engine.engine import Engine
 from engine.gpu.memory import GpuShare
 from engine.kv.allocator import BlockAllocator, BlockPool
 from engine.kv.split import prefill_blocks
-from engine.model.loader import load_engine
 from engine.thread import EngineThread, pick_device
 from kvtransfer.transports.registry import TRANSPORTS, WrongTransport, allowed_on, memory_for, within_process
 from kvtransfer.transports.transport import PoolMemory
@@ -110,21 +114,44 @@ def run(settings: WorkerSettings) -> int:
     return run_worker(
         settings,
         thread=thread,
-        load=lambda: load_engine(
-            settings.model,
-            device=device,
-            dtype=settings.dtype,
-            weights=settings.weights,
-            block_size=settings.block_size,
-            context_tokens_max=settings.max_model_len,
-            kv_bytes=settings.kv_bytes_on(device),
-            gpu=GpuShare(settings.gpu_memory_share, settings.step_tokens_max, settings.max_seqs),
-            # Set for a prefill worker too, because it may become a worker that receives.
-            allocate=memory.allocate if memory is not None else None,
-            host_bytes=machine.free_memory_bytes(),
-            on_progress=log.get("crossdock.model").info,
-        ),
+        load=lambda: _load(settings, device, memory.allocate if memory is not None else None),
         be_nice=thread.be_nice,
         make_role=roles.make,
         shares=lambda engine, role: roles.shares(engine, role, settings),
+    )
+
+
+def _load(settings: WorkerSettings, device: str, allocate: Callable[[int], torch.Tensor] | None) -> Engine:
+    """`allocate` is set for a prefill worker, too, because it may become a worker that receives."""
+    on_progress = log.get("crossdock.model").info
+    if settings.engine == "vllm":
+        from engine.vllm.load import load_engine as load_vllm
+
+        return load_vllm(
+            settings.model,
+            device=device,
+            dtype=settings.dtype,
+            context_tokens_max=settings.max_model_len,
+            kv_bytes=settings.kv_bytes_on(device),
+            gpu_share=settings.gpu_memory_share,
+            step_tokens=settings.step_tokens_max,
+            rows=settings.max_seqs,
+            options=shlex.split(settings.vllm_args),
+            allocate=allocate,
+            on_progress=on_progress,
+        )
+    from engine.model.loader import load_engine
+
+    return load_engine(
+        settings.model,
+        device=device,
+        dtype=settings.dtype,
+        weights=settings.weights,
+        block_size=settings.block_size,
+        context_tokens_max=settings.max_model_len,
+        kv_bytes=settings.kv_bytes_on(device),
+        gpu=GpuShare(settings.gpu_memory_share, settings.step_tokens_max, settings.max_seqs),
+        allocate=allocate,
+        host_bytes=machine.free_memory_bytes(),
+        on_progress=on_progress,
     )

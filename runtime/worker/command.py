@@ -5,7 +5,7 @@ from typing import NoReturn
 
 from runtime.process import garbage_collector
 from runtime.process.exits import leave
-from runtime.settings import machine
+from runtime.settings import engine_python, machine
 from runtime.settings.command_line import run_role
 from runtime.settings.workers import WorkerSettings
 
@@ -14,6 +14,7 @@ def run_alone(role: str, package: str) -> NoReturn:
     """Run a worker that begins in this role, with the process's arguments."""
 
     def run(settings: WorkerSettings) -> int:
+        engine_python.enter(settings)
         settings = machine.prepare(settings)
         with garbage_collector.at_rest():
             # Not before, so that --help and a wrong option answer at once. It knows both roles, since the process can take

@@ -2,8 +2,10 @@
 has an allocator of its own.
 """
 
-import shlex
+import logging
+import os
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
@@ -19,6 +21,7 @@ from prefill_worker.worker import PrefillWorker
 from proto.errors import BadOption
 from proto.messages import Role
 from runtime.process import log
+from runtime.process.exits import HUNG_EXIT
 from runtime.process.log import Log
 from runtime.settings import machine
 from runtime.settings.workers import WorkerSettings
@@ -121,6 +124,12 @@ def run(settings: WorkerSettings) -> int:
     )
 
 
+def _end_without_rank(why: str) -> NoReturn:
+    log.get("crossdock.engine").critical("a rank of the model is lost", why=why)
+    logging.shutdown()
+    os._exit(HUNG_EXIT)
+
+
 def _load(settings: WorkerSettings, device: str, allocate: Callable[[int], torch.Tensor] | None) -> Engine:
     """`allocate` is set for a prefill worker, too, because it may become a worker that receives."""
     on_progress = log.get("crossdock.model").info
@@ -136,9 +145,10 @@ def _load(settings: WorkerSettings, device: str, allocate: Callable[[int], torch
             gpu_share=settings.gpu_memory_share,
             step_tokens=settings.step_tokens_max,
             rows=settings.max_seqs,
-            options=shlex.split(settings.vllm_args),
+            args=settings.vllm_args,
             allocate=allocate,
             on_progress=on_progress,
+            on_lost_rank=_end_without_rank,
         )
     from engine.model.loader import load_engine
 

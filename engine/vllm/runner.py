@@ -16,17 +16,28 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from engine.attention.forward_batch import SeqChunk, rows_of_logits
+from engine.vllm.ranks import Ranks
 
 _GREEDY = SamplingParams(temperature=0.0)
 
 
 class VllmRunner:
-    def __init__(self, model_runner: Any, blocks: int, *, numerics: str, is_batch_invariant: bool) -> None:
-        """`model_runner`: a `GPUModelRunner` or `CPUModelRunner` with a pool of `blocks` blocks, all in one group."""
+    def __init__(
+        self,
+        model_runner: Any,
+        blocks: int,
+        others: Ranks | None = None,
+        *,
+        numerics: str = "",
+        is_batch_invariant: bool = False,
+    ) -> None:
+        """`model_runner`: a `GPUModelRunner` or `CPUModelRunner` with a pool of `blocks` blocks, all in one group. `others`:
+        the ranks that compute the same rows."""
         self.backend = "vllm"
         self.numerics = numerics
         self.is_batch_invariant = is_batch_invariant
         self._runner = model_runner
+        self._others = others
         self._blocks = blocks
         config = model_runner.scheduler_config
         self._tokens_max, self._rows_max = config.max_num_batched_tokens, config.max_num_seqs
@@ -36,6 +47,8 @@ class VllmRunner:
 
     def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor:
         """Logits [chunks that want them, vocab] float32. Raises ValueError as `forward_batch.pack` does."""
+        if self._others is not None:
+            self._others.send(chunks)
         wanted: dict[int, torch.Tensor] = {}
         for first, part in self._parts(chunks):
             wanted |= {first + row: logits for row, logits in self._forward_part(part).items()}

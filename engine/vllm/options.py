@@ -53,6 +53,7 @@ def make_config(order: StartOrder) -> Any:
     args.enable_prefix_caching = False  # crossdock's blocks have their own
     args.async_scheduling = False
     args.enable_chunked_prefill = True
+    args.skip_tokenizer_init = True
     args.disable_hybrid_kv_cache_manager = True  # one group of layers
     if order.kv_bytes is None:
         args.gpu_memory_utilization = order.gpu_share

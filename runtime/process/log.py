@@ -59,8 +59,8 @@ def configure(*, level: str, fmt: str, process: str) -> Log:
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """In line with the log. Python's own hook writes to standard error piece by piece, between the lines of the log's thread,
-    and waits for its reader."""
+    """Log an uncaught error in line with the other records. Python's own hook writes to standard error piece by piece, between
+    the lines of the log's thread, and waits for its reader."""
     if issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
     else:

@@ -2,8 +2,9 @@
 because a worker can change its role while it runs (`crossdock flip`).
 """
 
-from runtime.settings import engine_python, machine
+from runtime.settings import machine
 from runtime.settings.workers import WorkerSettings
+from runtime.worker import engine_python
 
 
 def run(settings: WorkerSettings) -> int:

@@ -12,7 +12,8 @@ from engine.engine import Engine, ModelInfo
 from engine.model.errors import ModelUnsupported
 from engine.model.fingerprint import model_fingerprint
 from engine.model.work import attention_tokens
-from engine.vllm.start import Allocate, StartOrder, start
+from engine.vllm.order import StartOrder, prepare_environment
+from engine.vllm.start import Allocate, start
 
 
 def load_engine(
@@ -33,8 +34,6 @@ def load_engine(
     """Loads `model` (a folder, or ORG/NAME) with a pool of at most `kv_bytes`, or what `gpu_share` of a GPU leaves. `args` are
     vLLM's own options, as in a shell. `allocate(bytes)` may provide the pool's memory. `on_lost_rank(why)` is called on
     another thread when a process of tensor parallelism has ended. Raises ModelUnsupported."""
-    from engine.vllm.start import prepare_environment
-
     prepare_environment()
     from engine.vllm.options import ranks_of
     from engine.vllm.ranks import Ranks, free_port

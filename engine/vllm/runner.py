@@ -1,8 +1,8 @@
 """A forward pass by vLLM's model runner, for rows that the worker has composed.
 
-vLLM keeps a batch of requests between steps and changes it by what its scheduler says (`_update_states`). Here a row of a step
+vLLM keeps a batch of requests between steps and changes it by what its scheduler says . Here a row of a step
 is such a request: rows are named by their place in the step, and before each step their tokens, positions and block tables are
-written into the batch directly. What follows is vLLM's own: attention metadata, CUDA graphs, the model. It keeps the logits for
+written into the batch directly. Attention metadata, CUDA graphs and the model are vLLM's own. It keeps the logits for
 its sampler, which is not called: they are taken from there.
 """
 
@@ -31,8 +31,8 @@ class VllmRunner:
         numerics: str = "",
         is_batch_invariant: bool = False,
     ) -> None:
-        """`model_runner`: a `GPUModelRunner` or `CPUModelRunner` with a pool of `blocks` blocks, all in one group. `others`:
-        the ranks that compute the same rows."""
+        """`model_runner` is vLLM's own, for a GPU or a CPU, with a pool of `blocks` blocks for one group of layers. `others`
+        are the ranks that compute the same rows."""
         self.backend = "vllm"
         self.numerics = numerics
         self.is_batch_invariant = is_batch_invariant
@@ -41,12 +41,15 @@ class VllmRunner:
         self._blocks = blocks
         config = model_runner.scheduler_config
         self._tokens_max, self._rows_max = config.max_num_batched_tokens, config.max_num_seqs
+        self._context_tokens = model_runner.max_model_len
         self._chunks: Sequence[SeqChunk] = ()
         self._block_size = model_runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         model_runner._update_states = self._write_rows
 
     def forward(self, chunks: Sequence[SeqChunk]) -> torch.Tensor:
         """Logits [chunks that want them, vocab] float32. Raises ValueError as `forward_batch.pack` does."""
+        for chunk in chunks:
+            self._check(chunk)
         if self._others is not None:
             self._others.send(chunks)
         wanted: dict[int, torch.Tensor] = {}
@@ -61,12 +64,23 @@ class VllmRunner:
         """vLLM's models are not compared with others."""
         yield
 
+    def _check(self, chunk: SeqChunk) -> None:
+        end = chunk.start + len(chunk.tokens)
+        needed = -(-end // self._block_size)
+        if not chunk.tokens or chunk.start < 0:
+            raise ValueError("a chunk is empty")
+        if len(chunk.tokens) > self._tokens_max or end > self._context_tokens:
+            raise ValueError(f"a chunk of {len(chunk.tokens)} tokens that ends at {end} is longer than was announced")
+        if len(chunk.blocks) < needed:
+            raise ValueError(f"{len(chunk.blocks)} blocks do not cover {end} tokens")
+        if min(chunk.blocks[:needed]) < 0 or max(chunk.blocks[:needed]) >= self._blocks:
+            raise ValueError("a block table names a block that the pool does not have")
+
     def _parts(self, chunks: Sequence[SeqChunk]) -> Iterator[tuple[int, list[SeqChunk]]]:
         """The chunks in as many passes as vLLM's buffers need: one, unless a step has more tokens or rows than was announced.
         Yields (index of the first chunk, chunks)."""
         first, part, tokens = 0, list[SeqChunk](), 0
         for index, chunk in enumerate(chunks):
-            _check(chunk, self._blocks, self._block_size)
             if part and (tokens + len(chunk.tokens) > self._tokens_max or len(part) == self._rows_max):
                 yield first, part
                 first, part, tokens = index, [], 0
@@ -102,7 +116,7 @@ class VllmRunner:
             on_logits(start, self._runner.model.compute_logits(hidden[row : row + count]).float())
 
     def _write_rows(self, order: SchedulerOutput) -> None:
-        """In place of `GPUModelRunner._update_states`."""
+        """Put this step's rows into the batch. It takes the place of the method of vLLM's runner that follows its scheduler."""
         runner, batch = self._runner, self._runner.input_batch
         self._set_rows(len(self._chunks))
         table = batch.block_table
@@ -133,14 +147,3 @@ class VllmRunner:
             batch.add_request(state)
         batch.condense()
         batch.refresh_metadata()
-
-
-def _check(chunk: SeqChunk, blocks: int, block_size: int) -> None:
-    if not chunk.tokens or chunk.start < 0:
-        raise ValueError("a chunk is empty")
-    needed = -(-(chunk.start + len(chunk.tokens)) // block_size)
-    if len(chunk.blocks) < needed:
-        raise ValueError(f"{len(chunk.blocks)} blocks do not cover {chunk.start + len(chunk.tokens)} tokens")
-    used = chunk.blocks[:needed]
-    if min(used) < 0 or max(used) >= blocks:
-        raise ValueError("a block table names a block that the pool does not have")

@@ -1,46 +1,16 @@
 """Starts vLLM's executor on one rank of a model, up to its pool. Every rank does this alike."""
 
 import dataclasses
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
-import msgspec
 import torch
 
 from engine.model.errors import ModelUnsupported
-
-_ENVIRONMENT: Final = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model is in this process
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # crossdock pins the thread that computes
-}
-
-
-class StartOrder(msgspec.Struct, frozen=True):
-    """What a rank is to start."""
-
-    model: str
-    dtype: str
-    context_tokens_max: int  # 0: the model's own
-    kv_bytes: int | None  # of all ranks; None: what `gpu_share` leaves
-    gpu_share: float
-    step_tokens: int
-    rows: int
-    args: tuple[str, ...]  # vLLM's own options
-    ranks: int = 1
-    rank: int = 0
-    port: int = 0  # of rank 0, on loopback, for vLLM's own groups; 0: one rank
-
+from engine.vllm.order import StartOrder, prepare_environment
 
 Allocate = Callable[[int], torch.Tensor]
-
-
-def prepare_environment() -> None:
-    """Before vLLM is imported, which reads it then."""
-    os.environ.update(_ENVIRONMENT)
 
 
 def start(order: StartOrder, allocate: Allocate | None) -> tuple[Any, Any, torch.Tensor]:
@@ -74,7 +44,7 @@ def _executor_class(order: StartOrder) -> Any:
 
 
 def _initialize(config: Any, executor: Any, pools: "_Pools") -> None:
-    """As `EngineCore._initialize_kv_caches` does, for one group of layers."""
+    """Measure memory and make the pool, in the steps that vLLM's own engine takes."""
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
     from vllm.v1.core.kv_cache_utils import (
         generate_scheduler_kv_cache_config,
@@ -130,7 +100,7 @@ class _Pools:
     def kv_caches(
         self, config: Any, device: torch.device, layout: Any, kernel_block_sizes: list[int] | None = None
     ) -> dict[str, torch.Tensor]:
-        """In place of vLLM's `allocate_kv_cache`."""
+        """Make the views of each layer, by name. It takes the place of the function of vLLM that allocates them."""
         from vllm.v1.worker.utils import create_kv_cache_views
 
         ranks, rank = self._order.ranks, self._order.rank
@@ -156,7 +126,7 @@ class _Pools:
 
 @contextmanager
 def _block_outermost(pools: _Pools) -> Iterator[None]:
-    """Within it vLLM makes such pools."""
+    """Have vLLM make such pools within the context."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker import gpu_model_runner

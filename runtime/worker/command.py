@@ -5,9 +5,10 @@ from typing import NoReturn
 
 from runtime.process import garbage_collector
 from runtime.process.exits import leave
-from runtime.settings import engine_python, machine
+from runtime.settings import machine
 from runtime.settings.command_line import run_role
 from runtime.settings.workers import WorkerSettings
+from runtime.worker import engine_python
 
 
 def run_alone(role: str, package: str) -> NoReturn:

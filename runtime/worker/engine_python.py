@@ -17,7 +17,7 @@ NEEDED: Final = ("vllm", "structlog", "xxhash")
 PACKAGES: Final = (
     "proto", "runtime", "scheduler", "engine", "kvtransfer", "prefill_worker", "decode_worker", "launcher",
 )  # fmt: skip
-"""What a worker imports. Only these are shown to the other Python, which has its own versions of everything else."""
+"""Our packages that a worker imports. Only these are shown to the other Python, which has its own versions of the rest."""
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _ENTERED: Final = "CROSSDOCK_ENGINE_PYTHON_ENTERED"
 
@@ -48,7 +48,9 @@ def check(python: str) -> None:
     if ran.returncode:
         raise ConfigError(f"--engine-python: {python} is no Python: {ran.stderr.strip()[-200:]}")
     if absent := ran.stdout.split():
-        raise ConfigError(f"--engine vllm: {python} lacks {' and '.join(absent)}: {python} -m pip install {' '.join(absent)}")
+        raise ConfigError(
+            f"--engine vllm: {python} lacks {' and '.join(absent)}: {python} -m pip install {' '.join(absent)}"
+        )
 
 
 def _python_of_vllm() -> str:

@@ -35,7 +35,7 @@ from kvtransfer.memory.digests import Digester
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.memory.shared import SharedMemory
-from kvtransfer.owners import ReceiverOwner
+from kvtransfer.ports import ReceiverOwner
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.session.session import OfferAccepted
 from kvtransfer.transports.registry import TRANSPORTS, suited

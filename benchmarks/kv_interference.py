@@ -195,7 +195,7 @@ async def _running(settings: HarmlessSettings, model: ReadyModel, console: Conso
         await far.start()
         shared = {
             "coordinator": await bench.control.start(), "model": str(model.path), "model_id": model.model_id,
-            "log_format": "json", "kv_transport": settings.kv_transport, "kv_mib_per_s": str(settings.kv_mib_per_s),
+            "log_format": "json", "kv_transport": settings.kv_transport,
         }  # fmt: skip
         serve = ServeSettings(device="cpu", kv_gib=_KV_GIB)
         supervisor.start(cluster.worker_spec("decode", 0, plan.decode[0], serve, shared, plan.control))

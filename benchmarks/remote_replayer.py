@@ -6,7 +6,7 @@ import time
 import torch
 
 from kvtransfer.memory.layout import KvLayout
-from kvtransfer.owners import SenderOwner
+from kvtransfer.ports import SenderOwner
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import KvFailed, KvSent

@@ -18,7 +18,7 @@ class HarmlessSettings(JsonOption):
     """
 
     panels: ClassVar[Panels] = {
-        "Worker": "model threads kv_transport kv_mib_per_s",
+        "Worker": "model threads kv_transport",
         "Load": "streams stream_tokens prompt_tokens",
         "Measurement": "rounds seconds",
         "Output": "as_json",
@@ -31,7 +31,6 @@ class HarmlessSettings(JsonOption):
     streams: int = Field(4, ge=1, le=64, description="Running streams.")
     stream_tokens: int = Field(384, ge=8, le=8192, description="Tokens of each, after which it starts again.")
     prompt_tokens: int = Field(1400, ge=64, le=2048, description="Tokens of the prompt whose KV arrives.")
-    kv_mib_per_s: int = Field(256, ge=0, le=1 << 20, description="The decode worker's limit, as there; 0: none.")
     rounds: int = Field(6, ge=1, le=1000, description="Rounds of each kind.")
     seconds: float = Field(10.0, ge=1.0, le=3600.0, description="Seconds of each round.")
 

@@ -9,7 +9,7 @@ from proto.progress import DecodeProgress
 from proto.status import KvHeld, KvPairs
 from scheduler.kv_admission.shared_blocks import chains
 from scheduler.lifecycle import ON_WORKERS, RequestState, Trigger
-from scheduler.placement import fetch
+from scheduler.workers.worker import DecodeWorker, PrefillWorker
 
 
 def fault_of_step(state: State, incarnation: int, event: Received) -> str:
@@ -106,8 +106,9 @@ def handed_over(state: State, incarnation: int, event: Received, now: float) -> 
     assert isinstance(done, HandedOver)
     request = state.cluster.current(done.request_id, done.attempt)
     state.counters["kv_bytes_moved"] += done.kv_bytes
-    if done.fetched_tokens and done.fetch_ms:
-        fetch.measured(state.cluster.workers[incarnation], done.fetched_tokens, done.fetch_ms)
+    worker = state.cluster.workers[incarnation]
+    if done.fetched_tokens and done.fetch_ms and isinstance(worker, PrefillWorker):
+        worker.measure_fetch(done.fetched_tokens, done.fetch_ms)
     state.counters["kv_exposed_us"] += round(1000 * done.transfer_ms)  # what prefill did not hide
     state.release(incarnation, (done.request_id, done.attempt), 0, first=True)
     if (
@@ -133,18 +134,18 @@ def kv_held(state: State, incarnation: int, event: Received, now: float) -> None
 
 
 def fault_of_progress(state: State, incarnation: int, event: Received) -> str:
-    done, admission = event.message, state.cluster.workers[incarnation].admission
-    assert isinstance(done, DecodeProgress) and admission is not None
+    done, worker = event.message, state.cluster.workers[incarnation]
+    assert isinstance(done, DecodeProgress) and isinstance(worker, DecodeWorker)
     for shared in done.prefixes:
-        if not admission.may_share((shared.request_id, shared.attempt), chains(shared.parts)):
+        if not worker.admission.may_share((shared.request_id, shared.attempt), chains(shared.parts)):
             return f"{shared.request_id} shares more blocks than its prompt has"
     return ""
 
 
 def decode_progress(state: State, incarnation: int, event: Received, now: float) -> None:
     done = event.message
-    assert isinstance(done, DecodeProgress)
     worker = state.cluster.workers[incarnation]
+    assert isinstance(done, DecodeProgress) and isinstance(worker, DecodeWorker)
     if done.steps:
         state.stepped(incarnation)
     state.scheduler.progress(worker, done, now)

@@ -116,7 +116,7 @@ class State:
     def end(self, request: Request, trigger: Trigger, why: str, now: float) -> None:
         bill = self.billing.bills.get(request.id)
         output_tokens = bill.counters.output_tokens if bill is not None else request.submit.resumed_tokens
-        self.scheduler.end(request, trigger, output_tokens, now)
+        self.cluster.end(request, trigger, output_tokens, now)
         self.interrupted.pop(request.id, None)
         assert request.state in TERMINAL
         self.tell_state(request, why)
@@ -216,7 +216,7 @@ class State:
     def charge_room_for_large(self, worker: Worker, key: tuple[str, int], allocation: Allocation) -> None:
         """Charge an attempt for which room had been kept: see `reserved_workers`."""
         kept = self.cluster.pools[worker.hello.model].room_for_large
-        if worker.admission is None or key not in kept.charges:
+        if not worker.is_decode or key not in kept.charges:
             return
         due, bill, prices = kept.charge_due(key, self.now), self.billing.bills.get(key[0]), self.limits.prices
         if bill is not None:

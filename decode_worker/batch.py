@@ -41,7 +41,6 @@ class DecodeRequest(Generic[S]):
 
     @property
     def next_index(self) -> int:
-        """Index of the token that the next step draws."""
         return self.index + self.steps_in_flight
 
 

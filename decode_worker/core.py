@@ -16,7 +16,7 @@ from proto.kv import Commit, FetchRefused, FirstToken, Offer
 from proto.limits import MAX_CHOICES
 from proto.messages import Message, Prefill, Release, Released, Reserve, Step, TokenItem, Tokens
 from proto.progress import AnswerNames, EndPrefix
-from runtime.worker.ports import CoordinatorLink, Gateways
+from worker.ports import CoordinatorLink, Gateways
 
 MakeState = Callable[[Reserve, FirstToken, list[int]], S]
 """A choice's sampler, its first token taken in; the prompt's ids, resumed output among them, are there where needed."""
@@ -42,8 +42,7 @@ class DecodePorts(Protocol):
     @property
     def sender(self) -> KvOut: ...
 
-    def refuse_fetch(self, incarnation: int, message: FetchRefused) -> None:
-        """See `Lending`."""
+    def refuse_fetch(self, incarnation: int, message: FetchRefused) -> None: ...
 
 
 class DecodeCore(Generic[S]):
@@ -218,7 +217,6 @@ class DecodeCore(Generic[S]):
     # --- steps ----------------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan[S] | None:
-        """The next step to run; None while nothing runs."""
         return self.batch.plan(self._stuck)
 
     def next_slice(self, tokens_max: int, now: float) -> Slice[S] | None:
@@ -226,7 +224,6 @@ class DecodeCore(Generic[S]):
         return self.suffixes.next_slice(tokens_max, now)
 
     def slice_computed(self, done: Slice[S], items: list[TokenItem] | None, now: float) -> None:
-        """See `Suffixes.computed`."""
         self._with_slice = True
         self.suffixes.computed(done, items, now)
         self._ports.registration.report_cache(self.table.allocator.take_changes)

@@ -18,8 +18,7 @@ class LendingPorts(Protocol):
     @property
     def sender(self) -> KvOut: ...
 
-    def refuse_fetch(self, incarnation: int, message: FetchRefused) -> None:
-        """Send it to this prefill worker."""
+    def refuse_fetch(self, incarnation: int, message: FetchRefused) -> None: ...
 
 
 class Lending(Generic[S]):
@@ -39,7 +38,6 @@ class Lending(Generic[S]):
         self._ports.sender.commit(*key, NO_FIRST_TOKENS, ())
 
     def sent(self, result: KvSent | KvFailed) -> None:
-        """The sender has let go of the blocks."""
         key = (result.request_id, result.attempt)
         attempt = self._table.attempts.get(key)
         if attempt is not None and isinstance(result, KvFailed):

@@ -16,7 +16,7 @@ from proto.codec import unpack_tokens
 from proto.errors import Interrupt, RemoteProtocolError, no_token_drawn
 from proto.kv import FirstToken
 from proto.messages import CacheMiss, Finished, Prefill, Released, Step, StepDone, TokenItem, Tokens
-from runtime.worker.ports import CoordinatorLink, Gateways
+from worker.ports import CoordinatorLink, Gateways
 
 S = TypeVar("S")
 STEPS_QUEUED_MAX = 64
@@ -156,7 +156,6 @@ class Suffixes(Generic[S]):
             self._first_tokens_drawn(attempt, suffix, items)
 
     def failed(self, begun: Slice[S], error: str) -> None:
-        """Handle the failure of the step with this slice."""
         begun.suffix.in_step = False
         report = begun.attempt.final_report
         if report is not None:

@@ -8,7 +8,6 @@ from functools import partial
 from decode_worker.batch import RunningBatch, StepPlan
 from decode_worker.compute import DecodeStepResult, run_ahead, run_step
 from decode_worker.core import DecodeCore
-from decode_worker.leases import QUARANTINE_WARN_S, leases
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.requests import Attempt, AttemptTable
 from decode_worker.senders import Senders
@@ -17,15 +16,16 @@ from engine.engine import Engine
 from engine.kv.allocator import BlockAllocator
 from engine.sampling.sampler import SamplerState
 from kvtransfer.memory.layout import KvLayout
-from kvtransfer.owners import ReceiverOwner, SenderOwner
+from kvtransfer.ports import ReceiverOwner, SenderOwner
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.session.limits import DIGEST_EVERY, FETCH_IDLE_MS, KvSettings, segment_bytes_on
+from kvtransfer.session.limits import CPU_BYTES_PER_S, FETCH_IDLE_MS, KvSettings, segment_bytes_on
 from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from kvtransfer.transports.transport import PoolMemory
 from proto.compatible import mismatch
 from proto.errors import RemoteProtocolError
 from proto.kv import Commit, Fetch, FetchRefused, FirstToken, Offer, is_of_fetch, of_fetch
+from proto.limits import KV_TIMEOUT_MS
 from proto.messages import Hello, Message, Reserve, Role
 from proto.progress import AnswerNames
 from proto.status import KvHeld
@@ -36,10 +36,11 @@ from runtime.process import clock
 from runtime.process.rate_limited_log import RateLimitedLog
 from runtime.settings.addresses import advertised
 from runtime.settings.workers import WorkerSettings
-from runtime.worker.driver import WorkerDriver
-from runtime.worker.gpu_faults import end_if_gpu_is_lost
-from runtime.worker.grammars import GrammarThread
-from runtime.worker.role import ComputeStep
+from worker.driver import ComputeStep, WorkerDriver
+from worker.gpu_faults import end_if_gpu_is_lost
+from worker.grammars import GrammarThread
+
+QUARANTINE_WARN_S = 10.0  # longer than a transfer thread waits for a reachable peer; then an operator should look
 
 
 class DecodeWorker(ReceiverOwner):
@@ -51,11 +52,14 @@ class DecodeWorker(ReceiverOwner):
         blocks: BlockAllocator,
         driver: WorkerDriver,
         transports: tuple[str, ...],
+        own_receivers: set[int],
         memory: PoolMemory | None,
     ) -> None:
-        """`blocks` are those of the engine's pool, all free or cached. `transports` are those that KV may come by; `memory` is
-        what the KV pool lies in, if other processes may map it."""
+        """`blocks` are those of the engine's pool, all free or cached. `transports` are those that KV may come by;
+        `own_receivers` are the incarnations of the decode workers in this process; `memory` is what the KV pool lies in, if
+        other processes may map it."""
         settings, info = driver.settings, engine.info
+        own_receivers.add(driver.hello.incarnation)
         self.engine, self.driver, self.log = engine, driver, driver.log
         self.registration, self.gateways = driver.registration, driver.gateways
         batch: RunningBatch[SamplerState] = RunningBatch(depth=1 if engine.pipeline is None else 2)
@@ -102,7 +106,6 @@ class DecodeWorker(ReceiverOwner):
         )
 
     def _make_sender(self, layout: KvLayout, settings: KvSettings) -> KvSender:
-        """The sender for what prefill workers fetch."""
         return KvSender(
             layout=layout,
             pool=self.engine.pool,
@@ -141,7 +144,7 @@ class DecodeWorker(ReceiverOwner):
         now, loop = clock.now(), asyncio.get_running_loop()
         self.core.coordinator_lost(now)
         # A stalled transfer would be aborted after the same time.
-        loop.call_later(self.driver.settings.kv_timeout_ms / 1000, self.core.expire, now)
+        loop.call_later(KV_TIMEOUT_MS / 1000, self.core.expire, now)
 
     def gateway_said(self, incarnation: int, message: Message) -> None:
         if not isinstance(message, AnswerNames):
@@ -235,11 +238,8 @@ class DecodeWorker(ReceiverOwner):
         blocks = self.core.table.quarantined.get(key)
         if blocks is None:
             return
-        incarnations = [
-            lease.peer_incarnation
-            for lease in leases(self.core.table, self.receiver.receiving())
-            if (lease.request_id, lease.attempt) == key
-        ]
+        receiving = self.receiver.receiving()
+        incarnations = [one.peer_incarnation for one in receiving if (one.request_id, one.attempt) == key]
         self.log.warning(
             f"{len(blocks)} KV blocks cannot be used: their sender stopped amid a transfer and may still write to them;"
             " ending that prefill worker frees them",
@@ -266,7 +266,6 @@ class DecodeWorker(ReceiverOwner):
         return ComputeStep(len(newest.rows), compute, partial(self._step_done, None), self._step_failed)
 
     def _next_slice(self) -> Slice[SamplerState] | None:
-        """The part of a prompt that the next step computes."""
         running, tokens_max = len(self.table.batch.running), self.driver.settings.step_tokens_on(self.engine.on_gpu)
         if running:
             tokens_max = min(tokens_max, self.slices.tokens(running, self.core.tpot_targets()))
@@ -341,8 +340,6 @@ def _kv_settings(settings: WorkerSettings, transports: tuple[str, ...], device: 
     return KvSettings(
         transports=transports,
         encrypt=settings.encrypts_transfers,
-        rendezvous_timeout_ms=settings.kv_timeout_ms,
         segment_bytes=segment_bytes_on(device),
-        digest_every=DIGEST_EVERY[settings.kv_digest],
-        bytes_per_s=settings.kv_mib_per_s << 20 if device == "cpu" else 0,
+        bytes_per_s=CPU_BYTES_PER_S if device == "cpu" else 0,
     )

@@ -95,7 +95,6 @@ class Engine:
 
     @property
     def pipeline(self) -> DecodePipeline | None:
-        """The pipeline for decode steps where the runner has one."""
         pipeline: DecodePipeline | None = getattr(self.runner, "pipeline", None)
         return pipeline
 

@@ -11,8 +11,6 @@ BlockCopies = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """The work of a step for one sequence."""
-
     sequence: Hashable  # the same object in each step; once missing from a step, it never returns
     token: int  # to forward in the sequence's first step; later ones forward what was drawn
     position: int  # of the token that is forwarded

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Scope
 from gateway.anthropic import routes
 from gateway.anthropic.answer import error_body
 from gateway.batches import routes as routes_batches
-from gateway.batches.service import BatchService
+from gateway.batches.store import BatchService, StoreError
 from gateway.http.encoding import encode
 from gateway.http.errors import RATE_HEADERS, ApiError
 from gateway.http.reach import Reach
@@ -23,6 +23,7 @@ from gateway.openai.context import Gateway
 from gateway.responses import routes as routes_responses
 from gateway.streams.types import FailKind
 from gateway.vllm import routes as routes_vllm
+from runtime.process import log
 
 ROUTES: Final = (
     *routes_generate.ROUTES,
@@ -32,12 +33,11 @@ ROUTES: Final = (
     *routes_batches.ROUTES,
     *routes_info.ROUTES,
 )
-_NO_IDS: Final = frozenset({"/v1/responses/input_tokens", "/v1/responses/compact"})
-"""Paths of OpenAI's API that have no route here, and have the form of another route's ids."""
+_NO_IDS: Final = frozenset({"/v1/responses/input_tokens", "/v1/responses/compact"})  # no ids, as they look
 
 
 def create_app(gateway: Gateway, batches: BatchService | None = None) -> ASGIApp:
-    handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error}
+    handlers = {ApiError: _api_error, StoreError: _store_failed, HTTPException: _http_error, Exception: _internal_error}
     app = Starlette(routes=ROUTES, exception_handlers=handlers)
     app.router.redirect_slashes = False
     app.state.gateway = gateway
@@ -90,6 +90,12 @@ def _response(error: ApiError, request: Request) -> Response:
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return _response(error, request)
+
+
+async def _store_failed(request: Request, error: Exception) -> Response:
+    log.get("crossdock.batches").error("cannot use the file of batches", error=str(error))
+    message = "The file of batches cannot be used."
+    return _response(ApiError(503, message, code="batch_store_failed", retry_after_s=5.0), request)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -1,6 +1,7 @@
 """Drives the stream keeper: links on one side, HTTP requests on the other. Runs on the event loop's thread only."""
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Final, Protocol
@@ -30,7 +31,6 @@ from gateway.streams.types import (
     Work,
     WorkerDown,
 )
-from gateway.streams.worker_links import WorkerLinks
 from proto.errors import RemoteProtocolError
 from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
 from proto.parts import Room
@@ -42,10 +42,7 @@ from runtime.process.version import version_of
 
 _log = log.get("crossdock.gateway")
 _KINDS_MAX: Final = 64
-
-
-class ClientLeft(Exception):
-    """The HTTP client closed its connection, so no answer can be sent."""
+_ENDED_WORKERS_MAX: Final = 1024
 
 
 class LinkPeer(Protocol):
@@ -56,10 +53,9 @@ class LinkPeer(Protocol):
     def send(self, message: Message, blob: bytes = b"") -> bool: ...
 
 
-class EventReceiver(Protocol):
-    """Gets the events of its streams in the order in which they came."""
-
-    def put(self, event: Admitted | Deliver | Ended) -> None: ...
+Receiver = Callable[
+    [Admitted | Deliver | Ended], None
+]  # gets the events of its streams in the order in which they came
 
 
 class Backend:
@@ -71,20 +67,16 @@ class Backend:
         self.keeper = StreamKeeper(limits)
         self.metrics = metrics
         self._driver: CoreDriver[Event, Action] = CoreDriver(self.keeper, perform=self._perform, tick=Tick())
-        self._workers = WorkerLinks()
-        self._worker_peers: dict[int, Peer] = {}
-        """Workers that are connected, by incarnation."""
+        self._ended_workers: OrderedDict[int, None] = OrderedDict()  # by incarnation, the latest last
+        self._worker_peers: dict[int, Peer] = {}  # Workers that are connected, by incarnation
         self._kinds: dict[str, set[tuple[str, str]]] = {name: set() for name in self.models}
         self._fingerprints: dict[str, str] = {}
         self._coordinator: LinkPeer | None = None
         self._servable: frozenset[str] = frozenset()
-        self._hash_block_sizes: dict[str, int] = {}
-        """Tokens that each hash of a prompt is to cover, by model, as the coordinator last said."""
-        self.hash_key = b""
-        """The cluster's key for the hashes of prompts, as the coordinator says it."""
-        self.on_room: Callable[[str, Room], None] = lambda _model, _room: None
-        """Is told the largest request that a model's workers can hold."""
-        self._receivers: dict[str, EventReceiver] = {}
+        self._hash_block_sizes: dict[str, int] = {}  # tokens that each hash of a prompt covers, by model
+        self.hash_key = b""  # The cluster's key for the hashes of prompts, as the coordinator says it
+        self.on_room: Callable[[str, Room], None] = lambda _model, _room: None  # the largest request of a model
+        self._receivers: dict[str, Receiver] = {}
         self._times: dict[str, StreamTimes] = {}
         self._draining = False
         self._empty = asyncio.Event()
@@ -120,7 +112,7 @@ class Backend:
 
     # --- HTTP side --------------------------------------------------------------------------------------------------
 
-    def open(self, works: Sequence[Work], receiver: EventReceiver) -> None:
+    def open(self, works: Sequence[Work], receiver: Receiver) -> None:
         """Begin these streams. `receiver` gets their events until they end or are abandoned."""
         now = clock.now()
         for work in works:
@@ -207,7 +199,9 @@ class Backend:
     def worker_up(self, peer: Peer) -> None:
         self._know(peer.hello)
         self._worker_peers[peer.incarnation] = peer
-        if self._workers.returns(peer.incarnation):
+        if self._ended_workers.pop(peer.incarnation, 0) is None:
+            # This gateway may have seen the connection's end long before the worker, which went on sending on it. Those
+            # messages are lost, and may include the end of a stream that began meanwhile.
             self._driver.post(WorkerDown(peer.incarnation))
 
     def _know(self, hello: Hello) -> None:
@@ -220,7 +214,10 @@ class Backend:
     def worker_down(self, peer: Peer) -> None:
         if self._worker_peers.get(peer.incarnation) is peer:
             del self._worker_peers[peer.incarnation]
-        self._workers.down(peer.incarnation)
+        self._ended_workers.pop(peer.incarnation, None)
+        self._ended_workers[peer.incarnation] = None
+        if len(self._ended_workers) > _ENDED_WORKERS_MAX:
+            self._ended_workers.popitem(last=False)
         self._driver.post(WorkerDown(peer.incarnation))
 
     # --- actions --------------------------------------------------------------------------------------------------------
@@ -254,9 +251,8 @@ class Backend:
                 emit("stream", request_id=stream_id, what=why.value, detail=detail)
 
     def _put(self, stream_id: str, event: Admitted | Deliver | Ended) -> None:
-        receiver = self._receivers.get(stream_id)
-        if receiver is not None:
-            receiver.put(event)
+        if (receiver := self._receivers.get(stream_id)) is not None:
+            receiver(event)
 
     def _forget(self, stream_id: str) -> StreamTimes:
         del self._receivers[stream_id]

@@ -12,13 +12,11 @@ import msgspec
 
 from gateway.app import create_app
 from gateway.backend import Backend
-from gateway.batches.metrics import BatchMetrics
 from gateway.batches.runner import BatchRunner
-from gateway.batches.service import DAY_S, BatchService
-from gateway.batches.store import Store, StoreError
+from gateway.batches.store import DAY_S, FILE_BYTES_MAX, BatchService, Store, StoreError
 from gateway.http.body import Intake
 from gateway.http.server import make_server
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import BatchMetrics, GatewayMetrics
 from gateway.openai.context import Gateway, ServedModel
 from gateway.openai.prepare import ModelRules
 from gateway.response_store import ResponseStore
@@ -50,10 +48,9 @@ class GatewayProcess:
         self.settings = settings
         name = settings.name or f"gateway-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
-        self.missing = {"listening", "connected"}
-        """Conditions that must be met before this process first reports that it is ready."""
+        self.missing = {"listening", "connected"}  # what must be so before this process first reports that it is ready
         self.observed = MetricsServer(settings.metrics, settings.advertise)
-        stream_limits = StreamLimits(link_wait_s=settings.queue_wait_s, idle_s=settings.stream_idle_ms / 1000)
+        stream_limits = StreamLimits(idle_s=settings.stream_idle_ms / 1000)
         model = settings.served_model_id
         self.metrics = GatewayMetrics(model)
         self.metrics.registry.introduce(name=name, model=model)
@@ -143,12 +140,9 @@ class GatewayProcess:
             backend=self.backend,
             metrics=self.metrics,
             intake=Intake(
-                body_bytes_max=self.settings.body_bytes_max,
-                client_timeout_s=self.settings.client_timeout_ms / 1000,
-                tenant_requests_max=self.settings.tenant_requests_max,
+                body_bytes_max=self.settings.body_bytes_max, client_timeout_s=self.settings.client_timeout_ms / 1000
             ),
             keys=keys,
-            keep_alive_s=self.settings.stream_keep_alive_ms / 1000,
             access_log=self.settings.access_log,
             cors_origins=self.settings.cors_origins,
             allowed_hosts=_own_names(self.settings),
@@ -189,9 +183,7 @@ class GatewayProcess:
             await store.open()
         except StoreError as error:
             raise ConfigError(f"--batch-db: {error}") from error
-        return BatchService(
-            store, settings.batch_file_mib << 20, settings.batch_tenant_mib << 20, settings.batch_keep_days * DAY_S
-        )
+        return BatchService(store, FILE_BYTES_MAX, settings.batch_tenant_mib << 20, settings.batch_keep_days * DAY_S)
 
     async def _load(self, stop: asyncio.Event) -> list[ServedModel] | None:
         """Load the models' tokenizers. Returns None if told to stop before they are loaded. Raises `ConfigError`."""
@@ -234,7 +226,7 @@ class GatewayProcess:
         server = make_server(create_app(gateway, batches), self.settings.client_timeout_ms / 1000, _CLOSE_TIMEOUT_S)
         server.on_listening = lambda: self._is("listening")
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
-        stopping = asyncio.get_running_loop().create_task(_wait(stop))
+        stopping = asyncio.get_running_loop().create_task(stop.wait())
         say_where(self.log, listener.getsockname(), gateway)
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         self.backend.drain()
@@ -296,10 +288,6 @@ def say_where(logger: log.Log, bound: Sequence[Any], gateway: Gateway) -> None:
         logger.warning(
             "no API keys: everyone who reaches this port is let in; see --tenants and --api-keys", port=address
         )
-
-
-async def _wait(stop: asyncio.Event) -> None:
-    await stop.wait()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import copy
 from typing import Any
 
 from gateway.streams.types import FailKind, Failure
@@ -11,15 +11,13 @@ from runtime.metrics.tenant_labels import TenantLabels
 from runtime.tenancy.tenants import ClassTargets
 
 PREFIX = "crossdock_gateway_"
-_GAPS_OVER_MAX = 0.01
-"""The fraction of a stream's gaps that may exceed its tenant's limit."""
+_GAPS_OVER_MAX = 0.01  # The fraction of a stream's gaps that may exceed its tenant's limit
 
 
 class GatewayMetrics:
     def __init__(self, model: str = "") -> None:
         self.registry = registry = MetricsRegistry("gateway")
-        self.slo_of: Callable[[str], ClassTargets | None] = lambda tenant: None
-        """Set by the gateway, which knows the tenants."""
+        self.slo_of: Callable[[str], ClassTargets | None] = lambda tenant: None  # set by the gateway
         self.requests = registry.counter(
             PREFIX + "requests", "Generation requests by endpoint and outcome: ok, disconnected, or an error's code.",
             "endpoint", "outcome",
@@ -42,15 +40,14 @@ class GatewayMetrics:
             "result",
         )
         self.tenants = TenantLabels(self.slo)
-        self._of_models = _families(registry)
+        self._of_models = ModelMetrics(registry)
         self._models: dict[str, ModelMetrics] = {}
         self._model = model
         self.of()
         self.noticed = registry.counter(
             PREFIX + "stream_events", "Streams resumed, and tokens that were dropped, by kind.", "kind"
         )
-        self.active: Callable[[], int] = int
-        """Set by the owner of the streams."""
+        self.active: Callable[[], int] = int  # Set by the owner of the streams
         registry.gauge(PREFIX + "active_streams", "Prompts being answered.", lambda: self.active())
         registry.gauge(PREFIX + "tasks", "asyncio tasks that have not ended.", lambda: len(asyncio.all_tasks()))
 
@@ -58,67 +55,48 @@ class GatewayMetrics:
         """Returns the metrics of one model, or of the gateway's first model if no name is given."""
         name = model or self._model
         if name not in self._models:
-            self._models[name] = ModelMetrics(*(family.labels(name) for family in self._of_models))
+            self._models[name] = self._of_models.of(name)
         return self._models[name]
 
 
-@dataclass(frozen=True)
 class ModelMetrics:
-    ttft: Any
-    itl: Any
-    tpot: Any
-    duration: Any
-    prompt_tokens: Any
-    cached_tokens: Any
-    output_tokens: Any
-
-
-def _families(registry: MetricsRegistry) -> tuple[Any, ...]:
-    """The families in the order of `ModelMetrics`."""
-    return (
-        registry.histogram(
+    def __init__(self, registry: MetricsRegistry) -> None:
+        self.ttft: Any = registry.histogram(
             PREFIX + "time_to_first_token_seconds", "From submission to a prompt's first token.", LATENCY_S, "model"
-        ),
-        registry.histogram(
+        )
+        self.itl: Any = registry.histogram(
             PREFIX + "inter_token_latency_seconds", "Between two deliveries of one choice.", STEP_S, "model"
-        ),
-        registry.histogram(
+        )
+        self.tpot: Any = registry.histogram(
             PREFIX + "time_per_output_token_seconds",
             "Mean time per token after the first, for each stream that has finished.",
             STEP_S,
             "model",
-        ),
-        registry.histogram(
+        )
+        self.duration: Any = registry.histogram(
             PREFIX + "stream_duration_seconds",
             "From submission to the end, for each stream that has finished.",
             LATENCY_S,
             "model",
-        ),
-        registry.counter(PREFIX + "prompt_tokens", "Prompt tokens submitted.", "model"),
-        registry.counter(
+        )
+        self.prompt_tokens: Any = registry.counter(PREFIX + "prompt_tokens", "Prompt tokens submitted.", "model")
+        self.cached_tokens: Any = registry.counter(
             PREFIX + "cached_prompt_tokens",
             "Prompt tokens that were not computed but found in a prefix cache.",
             "model",
-        ),
-        registry.counter(PREFIX + "output_tokens", "Tokens delivered.", "model"),
-    )
+        )
+        self.output_tokens: Any = registry.counter(PREFIX + "output_tokens", "Tokens delivered.", "model")
+
+    def of(self, model: str) -> "ModelMetrics":
+        """The same metrics of one model."""
+        found = copy(self)
+        for name, family in vars(self).items():
+            setattr(found, name, family.labels(model))
+        return found
 
 
 class StreamTimes:
     """One stream, from its opening to its end."""
-
-    __slots__ = (
-        "_first_at",
-        "_gaps",
-        "_gaps_over",
-        "_last_at",
-        "_metrics",
-        "_model",
-        "_opened_at",
-        "_slo",
-        "_tenant",
-        "_tokens",
-    )
 
     def __init__(self, metrics: GatewayMetrics, tenant: str, prompt_tokens: int, now: float, model: str = "") -> None:
         # An empty tenant means that the stream is not measured against an SLO.
@@ -127,8 +105,7 @@ class StreamTimes:
         self._metrics, self._tenant, self._opened_at = metrics, tenant, now
         self._model = metrics.of(model)
         self._first_at: float | None = None
-        self._last_at: dict[int, float] = {}
-        """When each choice last got tokens."""
+        self._last_at: dict[int, float] = {}  # When each choice last got tokens
         self._tokens = self._gaps = self._gaps_over = 0
         self._model.prompt_tokens.inc(prompt_tokens)
 
@@ -175,3 +152,19 @@ class StreamTimes:
         ):
             return "ttft"
         return "itl" if self._gaps_over > _GAPS_OVER_MAX * self._gaps else "met"
+
+
+class BatchMetrics:
+    """Metrics of batches, of the gateway that runs them."""
+
+    def __init__(self, registry: MetricsRegistry) -> None:
+        self.batches = registry.counter(
+            PREFIX + "batches", "Batches that have ended: completed, failed, expired or cancelled.", "status"
+        )
+        self.lines = registry.counter(
+            PREFIX + "batch_lines",
+            "Requests of batches: completed or failed, and put_back, each time that one is to run again.",
+            "outcome",
+        )
+        self.running: Callable[[], int] = int  # Set by the runner
+        registry.gauge(PREFIX + "batch_lines_running", "Requests of batches being answered.", lambda: self.running())

@@ -13,8 +13,7 @@ from gateway.http.errors import bad_value
 from proto.limits import MAX_PRIORITY
 from runtime.tenancy.tenants import DEFAULT_TENANT, ClassTargets, Tenants
 
-_TIERS: Final = {"priority": "interactive", "flex": "batch"}
-"""OpenAI's service tiers that select a different priority class than the tenant's own."""
+_TIERS: Final = {"priority": "interactive", "flex": "batch"}  # others select the tenant's own class
 
 
 class KeyRing:

@@ -6,17 +6,16 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Generic
+from typing import Generic, TypeVar
 
 import torch
 
-from kvtransfer.idle_connections import PairUse, to_give_up
 from kvtransfer.memory.digests import BlockDigests
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
-from kvtransfer.owners import TransferOwner
+from kvtransfer.peer import Key, Peer
+from kvtransfer.ports import TransferOwner
 from kvtransfer.rate_limiter import RateLimiter
-from kvtransfer.route import Key, Live, R, S
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.session import (
     Action,
@@ -27,6 +26,7 @@ from kvtransfer.session.session import (
     SendMessage,
     SessionEnded,
     Tick,
+    TransferSession,
     Violation,
 )
 from kvtransfer.transports.pair import Listen, NoResources, Pair, PairEvents
@@ -36,8 +36,10 @@ from kvtransfer.transports.transport import LocalEnd, PoolMemory, Rendezvous, Se
 from proto.kv import PairClosed
 from proto.messages import Message
 
+S = TypeVar("S", bound=TransferSession)
 
-class TransferDriver(ABC, Generic[S, R]):
+
+class TransferDriver(ABC, Generic[S]):
     """Turns actions into I/O and I/O results into events. All methods run on the event loop that it was made on.
 
     `clock` is in seconds.
@@ -72,9 +74,9 @@ class TransferDriver(ABC, Generic[S, R]):
         self._pair_failed: Callable[[Exception], None] = owner.pair_failed
         self._settings = settings
         self._loop = asyncio.get_running_loop()
-        self._live: dict[Key, Live[S, R]] = {}
-        self._ended: OrderedDict[Key, Live[S, R]] = OrderedDict()
-        self._routes: dict[int, R] = {}  # the current one to each peer, by incarnation
+        self._live: dict[Key, S] = {}
+        self._ended: OrderedDict[Key, S] = OrderedDict()
+        self._peers: dict[int, Peer] = {}  # by incarnation; those being closed are not here
         self._pairs: set[Pair] = set()
         self._all_down = asyncio.Event()
         self._all_down.set()
@@ -84,14 +86,13 @@ class TransferDriver(ABC, Generic[S, R]):
 
     @property
     def sessions(self) -> int:
-        """The number of sessions that have not ended."""
         return len(self._live)
 
     def peer_lost(self, peer_incarnation: int, reason: str) -> None:
         """Drop the pair with this peer and fail its sessions, because the link to it is gone."""
-        route = self._routes.get(peer_incarnation)
-        if route is not None:
-            self._drop(route, f"peer lost: {reason}", tell_peer=False)
+        peer = self._peers.get(peer_incarnation)
+        if peer is not None:
+            self._drop(peer, f"peer lost: {reason}", tell_peer=False)
 
     def abort(self, request_id: str, attempt: int, reason: str) -> None:
         """Abort a session. Its result still follows, once the transfer thread no longer touches its blocks."""
@@ -101,10 +102,10 @@ class TransferDriver(ABC, Generic[S, R]):
         """Abort all sessions, end all threads and wait for them. This takes at most the time limits of one rendezvous and one
         segment."""
         self._closed = True
-        for live in list(self._live.values()):
-            self._feed(live, LocalAbort("shutting down"))
-        for route in list(self._routes.values()):
-            self._drop(route, "shutting down", tell_peer=True)
+        for session in list(self._live.values()):
+            self._feed(session, LocalAbort("shutting down"))
+        for peer in list(self._peers.values()):
+            self._drop(peer, "shutting down", tell_peer=True)
         for pair in self._pairs:
             pair.close(self._settings.segment_timeout_ms)
         limit_ms = self._settings.rendezvous_timeout_ms + self._settings.segment_timeout_ms
@@ -118,84 +119,82 @@ class TransferDriver(ABC, Generic[S, R]):
     # --- for the two drivers ---
 
     @abstractmethod
-    def _carry_out(self, live: Live[S, R], action: Action) -> None:
+    def _carry_out(self, session: S, action: Action) -> None:
         """Carry out an action that concerns segments."""
 
     @abstractmethod
-    def _report(self, live: Live[S, R], ended: SessionEnded) -> None:
-        """Hand the result to the caller."""
+    def _report(self, session: S, ended: SessionEnded) -> None: ...
 
-    def _begin(self, key: Key, session: S, route: R) -> Live[S, R]:
+    def _begin(self, session: S, peer: Peer) -> None:
+        key = session.key
         assert not self._closed and key not in self._live and key not in self._ended
-        live = Live(key, session, route)
-        self._live[key] = live
-        route.sessions[key] = live
-        route.used_at = self._clock()
+        session.peer = peer
+        self._live[key] = peer.sessions[key] = session
+        peer.used_at = self._clock()
         self.counters["sessions"] += 1
-        return live
 
-    def _find(self, peer_incarnation: int, key: Key) -> Live[S, R] | None:
+    def _find(self, peer_incarnation: int, key: Key) -> S | None:
         """Returns the live or ended session that a frame belongs to. Returns None, and counts a stale frame, if the session is
         unknown or belongs to another peer."""
-        live = self._live.get(key) or self._ended.get(key)
-        if live is None or live.route.peer_incarnation != peer_incarnation:
+        session = self._live.get(key) or self._ended.get(key)
+        if session is None or session.peer.incarnation != peer_incarnation:
             self.counters["stale_frames"] += 1
             return None
-        return live
+        return session
 
     def _feed_known(self, key: Key, event: object) -> None:
-        live = self._live.get(key)
-        if live is not None:
-            self._feed(live, event)
+        session = self._live.get(key)
+        if session is not None:
+            self._feed(session, event)
 
-    def _feed(self, live: Live[S, R], *events: object) -> None:
+    def _feed(self, session: S, *events: object) -> None:
         now = self._clock()
-        self._perform(live, [action for event in events for action in live.session.handle(event, now)])
+        self._perform(session, [action for event in events for action in session.handle(event, now)])
 
-    def _perform(self, live: Live[S, R], actions: list[Action]) -> None:
+    def _perform(self, session: S, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, SendMessage):
-                self._send(live.route.peer_incarnation, action.message, action.blob)
+                self._send(session.peer.incarnation, action.message, action.blob)
             elif isinstance(action, Violation):
                 self.counters["violations"] += 1
             elif isinstance(action, SessionEnded):
-                self._end(live, action)
+                self._end(session, action)
             else:
-                self._carry_out(live, action)
-        if live.key in self._live:
-            self._arm(live)
+                self._carry_out(session, action)
+        if session.key in self._live:
+            self._arm(session)
 
-    def _end(self, live: Live[S, R], ended: SessionEnded) -> None:
-        if live.timer is not None:
-            live.timer.cancel()
-            live.timer = None
-        del self._live[live.key]
-        del live.route.sessions[live.key]
-        live.ended_at = live.route.used_at = self._clock()
-        self._ended[live.key] = live
-        self._forget_old(live.ended_at)
-        self._report(live, ended)
-        live.session.forget_payload()
+    def _end(self, session: S, ended: SessionEnded) -> None:
+        if session.timer is not None:
+            session.timer.cancel()
+            session.timer = None
+        del self._live[session.key]
+        del session.peer.sessions[session.key]
+        session.ended_at = session.peer.used_at = self._clock()
+        self._ended[session.key] = session
+        self._forget_old(session.ended_at)
+        self._report(session, ended)
+        session.forget_payload()
 
     def _forget_old(self, now: float) -> None:
         until, ended = now - self._settings.remembered_ms / 1e3, self._ended
         while len(ended) > self._settings.remembered_max or next(iter(ended.values())).ended_at < until:
             ended.popitem(last=False)
 
-    def _arm(self, live: Live[S, R]) -> None:
+    def _arm(self, session: S) -> None:
         """Schedule a `Tick` at the session's deadline. A timer that fires early is armed again, so a later deadline needs no
         new timer."""
-        deadline = live.session.next_deadline()
-        if deadline is None or (live.timer is not None and live.timer_at <= deadline):
+        deadline = session.next_deadline()
+        if deadline is None or (session.timer is not None and session.timer_at <= deadline):
             return
-        if live.timer is not None:
-            live.timer.cancel()
-        live.timer_at = deadline
-        live.timer = self._loop.call_later(max(0.0, deadline - self._clock()), self._ticked, live)
+        if session.timer is not None:
+            session.timer.cancel()
+        session.timer_at = deadline
+        session.timer = self._loop.call_later(max(0.0, deadline - self._clock()), self._ticked, session)
 
-    def _ticked(self, live: Live[S, R]) -> None:
-        live.timer = None
-        self._feed(live, Tick())
+    def _ticked(self, session: S) -> None:
+        session.timer = None
+        self._feed(session, Tick())
 
     # --- pairs ---
 
@@ -203,141 +202,136 @@ class TransferDriver(ABC, Generic[S, R]):
         """The pool in blocks of this size, which divides our own."""
         return self._rows if block_size == self.layout.block_size else PoolRows(self._pool, self.layout, block_size)
 
-    def _segment_blocks(self, route: R) -> int:
-        return route.rows.layout.segment_blocks(self._settings.segment_bytes)
+    def _segment_blocks(self, peer: Peer) -> int:
+        return peer.rows.layout.segment_blocks(self._settings.segment_bytes)
 
-    def _local_of(self, route: R) -> LocalEnd:
-        digests, segment_blocks = self._digests_of(route), self._segment_blocks(route)
+    def _local_of(self, peer: Peer) -> LocalEnd:
+        digests, segment_blocks = self._digests_of(peer), self._segment_blocks(peer)
         return LocalEnd(
-            route.rows,
+            peer.rows,
             segment_blocks,
             self._settings,
             self._listen_host,
             self._memory,
             digests,
             self._tcp_listener,
-            route.encrypt,
+            peer.encrypt,
         )
 
-    def _digests_of(self, route: R) -> BlockDigests | None:
+    def _digests_of(self, peer: Peer) -> BlockDigests | None:
         """Returns the block digests if the pair's blocks have our own size, else None."""
-        return self._digests if route.rows is self._rows else None
+        return self._digests if peer.rows is self._rows else None
 
     def _has_room(self, new_pair: bool) -> bool:
         """Returns whether there is room for one more session and, if needed, its pair. Pairs that are closing count, because
         each has a thread."""
-        pairs = max(len(self._routes), len(self._pairs))
+        pairs = max(len(self._peers), len(self._pairs))
         return len(self._live) < self._settings.sessions_max and not (new_pair and pairs >= self._settings.pairs_max)
 
     def _make_room(self, offered: tuple[str, ...]) -> None:
-        """Drop idle pairs until the buffers of one more pair fit. The size is that of the costliest of the offered
-        transports."""
+        """Drop idle pairs, the least recently used first, until the buffers of one more pair fit. Its size is that of the
+        costliest of the offered transports. A busy pair is never dropped: with too few idle ones, the limit is exceeded."""
 
         def pair_bytes(names: tuple[str, ...]) -> int:
             known = [TRANSPORTS[name] for name in names if name in TRANSPORTS]
             return max((one.pair_bytes(self._settings.segment_bytes) for one in known), default=0)
 
-        uses = [
-            PairUse(
-                r.peer_incarnation,
-                pair_bytes((r.transport,) if r.transport else r.offered),
-                r.used_at,
-                r.ready and not r.sessions,
-            )
-            for r in self._routes.values()
-        ]
-        for peer_incarnation in to_give_up(uses, pair_bytes(offered), self._settings.pairs_bytes):
-            self._drop(self._routes[peer_incarnation], "idle, and another pair needs its memory", tell_peer=True)
+        peers = sorted(self._peers.values(), key=lambda peer: peer.used_at)
+        sizes = [pair_bytes((peer.transport,) if peer.transport else peer.offered) for peer in peers]
+        over = sum(sizes) + pair_bytes(offered) - self._settings.pairs_bytes
+        for peer, size in zip(peers, sizes, strict=True):
+            if over > 0 and peer.ready and not peer.sessions:
+                over -= size
+                self._drop(peer, "idle, and another pair needs its memory", tell_peer=True)
 
-    def _start_pair(self, route: R, how: Listen | Rendezvous) -> None:
-        """Start the route's pair. If this process has no descriptor or thread left for it, drop the route and fail its
+    def _start_pair(self, peer: Peer, how: Listen | Rendezvous) -> None:
+        """Start the peer's pair. If this process has no descriptor or thread left for it, drop the peer and fail its
         sessions."""
 
         def is_current() -> bool:
-            return route.pair is pair
+            return peer.pair is pair
 
         def broken(reason: str, error: Exception) -> None:
-            if is_current() and not route.dropped:
-                self._pair_broke(route, reason)
+            if is_current() and not peer.dropped:
+                self._pair_broke(peer, reason)
             self._pair_failed(error)
 
         events = PairEvents(
-            lambda: self._pair_ready(route) if is_current() and not route.dropped else None,
-            lambda answers: self._segments_answered(route, answers),
+            lambda: self._pair_ready(peer) if is_current() and not peer.dropped else None,
+            lambda answers: self._segments_answered(peer, answers),
             broken,
             lambda: self._pair_down(pair),
         )
-        name = f"kv-{self._incarnation & 0xFFFF:04x}-{route.pair_id}"
+        name = f"kv-{self._incarnation & 0xFFFF:04x}-{peer.pair_id}"
         try:
-            pair = Pair(how, self._local_of(route), events, name, self._rate_limiter)
+            pair = Pair(how, self._local_of(peer), events, name, self._rate_limiter)
         except NoResources as error:
             self.counters["refused_pairs"] += 1
-            self._drop(route, str(error), tell_peer=True)
+            self._drop(peer, str(error), tell_peer=True)
             return
-        route.pair = pair
+        peer.pair = pair
         self._pairs.add(pair)
         self._all_down.clear()
         self.counters["pairs"] += 1
 
-    def _give_time_to_meet(self, route: R, fault: str) -> None:
-        self._stop_timer(route)
+    def _give_time_to_meet(self, peer: Peer, fault: str) -> None:
+        self._stop_timer(peer)
         timeout_s = self._settings.rendezvous_timeout_ms / 1e3
-        route.timer = self._loop.call_later(timeout_s, self._drop, route, fault, True)
+        peer.timer = self._loop.call_later(timeout_s, self._drop, peer, fault, True)
 
-    def _pair_ready(self, route: R) -> None:
+    def _pair_ready(self, peer: Peer) -> None:
         """Record that the two ends have met."""
-        self._stop_timer(route)
-        route.ready = True
-        self.counters[f"pairs_{route.transport}"] += 1
+        self._stop_timer(peer)
+        peer.ready = True
+        self.counters[f"pairs_{peer.transport}"] += 1
 
-    def _pair_broke(self, route: R, reason: str) -> None:
-        """Count the failure of the route's current pair and drop the route."""
-        self.counters[f"broken_{route.transport}"] += 1
-        self._drop(route, f"pair {route.pair_id}, {route.transport}: {reason}", tell_peer=True)
+    def _pair_broke(self, peer: Peer, reason: str) -> None:
+        """Count the failure of the peer's current pair, and drop it."""
+        self.counters[f"broken_{peer.transport}"] += 1
+        self._drop(peer, f"pair {peer.pair_id}, {peer.transport}: {reason}", tell_peer=True)
 
-    @abstractmethod
-    def _segments_freed(self, route: R) -> None:
+    def _segments_freed(self, peer: Peer) -> None:
         """Called when segments of this pair were answered, so that others may be sent."""
 
-    def _segments_answered(self, route: R, answers: Sequence[tuple[SegmentJob, bytes]]) -> None:
+    def _segments_answered(self, peer: Peer, answers: Sequence[tuple[SegmentJob, bytes]]) -> None:
         """Count the answered segments and pass them to their sessions. All segments of one session are passed together, which
         saves most of the work."""
         if moved := [job.blocks for job, segment_digest in answers if segment_digest]:
-            kv_bytes = sum(moved) * route.rows.layout.block_bytes
+            kv_bytes = sum(moved) * peer.rows.layout.block_bytes
             self.counters["segments"] += len(moved)
             self.counters["bytes"] += kv_bytes
-            self.counters[f"bytes_{route.transport}"] += kv_bytes
+            self.counters[f"bytes_{peer.transport}"] += kv_bytes
         for owner, its in groupby(answers, lambda answer: answer[0].owner):
-            if isinstance(owner, Live):
+            if owner is not None:
                 self._feed(
                     owner, *(SegmentDone(job.segment, d) if d else SegmentDropped(job.segment) for job, d in its)
                 )
-        self._segments_freed(route)
+        self._segments_freed(peer)
 
     def _pair_down(self, pair: Pair) -> None:
         self._pairs.discard(pair)
         if not self._pairs:
             self._all_down.set()
 
-    def _drop(self, route: R, reason: str, tell_peer: bool) -> None:
-        """Drop a route with its pair and fail its sessions. Sessions with segments in flight end when the pair's thread has
+    def _drop(self, peer: Peer, reason: str, tell_peer: bool) -> None:
+        """Drop a peer with its pair and fail its sessions. Sessions with segments in flight end when the pair's thread has
         answered."""
-        if route.dropped:
+        if peer.dropped:
             return
-        route.dropped = True
+        peer.dropped = True
         self.counters["pairs_lost"] += 1
-        if self._routes.get(route.peer_incarnation) is route:
-            del self._routes[route.peer_incarnation]
-        self._stop_timer(route)
-        if route.pair is not None:
+        if self._peers.get(peer.incarnation) is peer:
+            del self._peers[peer.incarnation]
+        self._stop_timer(peer)
+        if peer.pair is not None:
             # A process that shuts down does not need proof that no peer writes to its memory any more.
-            route.pair.close(self._settings.segment_timeout_ms if self._closed else None)
+            peer.pair.close(self._settings.segment_timeout_ms if self._closed else None)
         if tell_peer:
-            self._send(route.peer_incarnation, PairClosed(route.pair_id, reason[:512]), b"")
-        for live in list(route.sessions.values()):
-            self._feed(live, PairLost(reason))
+            self._send(peer.incarnation, PairClosed(peer.pair_id, reason[:512]), b"")
+        for session in list(peer.sessions.values()):
+            self._feed(session, PairLost(reason))
 
-    def _stop_timer(self, route: R) -> None:
-        if route.timer is not None:
-            route.timer.cancel()
-            route.timer = None
+    def _stop_timer(self, peer: Peer) -> None:
+        if peer.timer is not None:
+            peer.timer.cancel()
+            peer.timer = None

@@ -2,21 +2,19 @@
 verified."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
 from kvtransfer.driver import TransferDriver
 from kvtransfer.memory.layout import KvLayout, blocks_of, sub_blocks_of
-from kvtransfer.owners import ReceiverOwner
+from kvtransfer.peer import Peer
+from kvtransfer.ports import ReceiverOwner
 from kvtransfer.rate_limiter import ByteBucket, RateLimiter
-from kvtransfer.route import Live, Route
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.receiver import DECLINED, FAILED, ReceiverSession
 from kvtransfer.session.session import (
     Action,
-    AnnounceOrder,
     CancelSegments,
     CommitArrived,
     KvCommitted,
@@ -38,18 +36,7 @@ from proto.kv import Abort, Announce, Commit, Decline, Offer, PairClosed, PairLi
 from proto.messages import Message
 
 
-@dataclass(slots=True, eq=False)
-class _Incoming(Route):
-    """The route from one sender."""
-
-    order: AnnounceOrder = field(default_factory=AnnounceOrder)
-    listening: PairListen | None = None
-
-
-_Live = Live[ReceiverSession, _Incoming]
-
-
-class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
+class KvReceiver(TransferDriver[ReceiverSession]):
     """One per worker. All methods run on the event loop. `ReceiverOwner` says how offers end."""
 
     def __init__(
@@ -87,18 +74,15 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
 
     def decide(self, request_id: str, attempt: int, answer: OfferAccepted | str) -> None:
         """Answer an offer that was left undecided. Ignored if the offer has failed in the meantime."""
-        live = self._live.get((request_id, attempt))
-        if live is not None:
-            self._feed(live, self._decision(live, answer))
+        session = self._live.get((request_id, attempt))
+        if session is not None:
+            self._feed(session, self._decision(session, answer))
 
     def receiving(self) -> list[Receiving]:
-        """Returns the sessions that have target blocks now."""
         return [
-            Receiving(
-                *key, live.route.peer_incarnation, live.session.state, blocks_of(sub_blocks, live.route.rows.ratio)
-            )
-            for key, live in self._live.items()
-            if (sub_blocks := live.session.block_ids)
+            Receiving(*key, session.peer.incarnation, session.state, blocks_of(sub_blocks, session.peer.rows.ratio))
+            for key, session in self._live.items()
+            if (sub_blocks := session.block_ids)
         ]
 
     # --- from the sender ---
@@ -108,32 +92,32 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
         if isinstance(message, PairOpen):
             self._open(peer_incarnation, message)
         elif isinstance(message, PairClosed):
-            route = self._routes.get(peer_incarnation)
-            if route is not None and route.pair_id == message.pair_id:
-                self._drop(route, f"closed by the sender: {message.reason}", tell_peer=False)
+            peer = self._peers.get(peer_incarnation)
+            if peer is not None and peer.pair_id == message.pair_id:
+                self._drop(peer, f"closed by the sender: {message.reason}", tell_peer=False)
         elif isinstance(message, Offer):
             self._offered(peer_incarnation, message)
         elif isinstance(message, Announce):
             self._announced(peer_incarnation, message)
         elif isinstance(message, Commit):
-            live = self._find(peer_incarnation, (message.request_id, message.attempt))
-            if live is not None:
-                self._feed(live, CommitArrived(message, blob))
+            session = self._find(peer_incarnation, (message.request_id, message.attempt))
+            if session is not None:
+                self._feed(session, CommitArrived(message, blob))
             else:
                 self._send(
                     peer_incarnation, Abort(message.request_id, message.attempt, "this transfer is not known here"), b""
                 )
         elif isinstance(message, Abort):
-            live = self._find(peer_incarnation, (message.request_id, message.attempt))
-            if live is not None:
-                self._feed(live, message)
+            session = self._find(peer_incarnation, (message.request_id, message.attempt))
+            if session is not None:
+                self._feed(session, message)
         else:
             raise RemoteProtocolError(f"{type(message).__name__} from a KV sender")
 
     # --- pairs ---
 
     def _open(self, peer_incarnation: int, message: PairOpen) -> None:
-        current = self._routes.get(peer_incarnation)
+        current = self._peers.get(peer_incarnation)
         if current is not None and message.pair_id < current.pair_id:
             return
         if current is not None and message.pair_id == current.pair_id:
@@ -152,39 +136,37 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
             self._send(peer_incarnation, PairClosed(message.pair_id, refusal[:512]), b"")
             return
         self._make_room(message.transports)
-        self._routes[peer_incarnation] = _Incoming(
-            peer_incarnation, message.pair_id, self._rows_of(message.block_size), ()
-        )
-        self._meet(self._routes[peer_incarnation], message)
+        self._peers[peer_incarnation] = Peer(peer_incarnation, message.pair_id, self._rows_of(message.block_size), ())
+        self._meet(self._peers[peer_incarnation], message)
 
-    def _meet_again(self, route: _Incoming, message: PairOpen) -> None:
+    def _meet_again(self, peer: Peer, message: PairOpen) -> None:
         """Handle a repeated `PairOpen`. The sender repeats its proposal, or it could not meet by the chosen transport and
         proposes the remaining ones."""
-        if message.transports == route.offered:
-            if route.listening is not None:
-                self._send(route.peer_incarnation, route.listening, b"")
-        elif route.order.is_fresh and self._has_room(new_pair=False) and len(self._pairs) < self._settings.pairs_max:
-            assert route.pair is not None
-            route.pair.close()
-            self._meet(route, message)
+        if message.transports == peer.offered:
+            if peer.listening is not None:
+                self._send(peer.incarnation, peer.listening, b"")
+        elif peer.order.is_fresh and self._has_room(new_pair=False) and len(self._pairs) < self._settings.pairs_max:
+            assert peer.pair is not None
+            peer.pair.close()
+            self._meet(peer, message)
 
-    def _meet(self, route: _Incoming, message: PairOpen) -> None:
+    def _meet(self, peer: Peer, message: PairOpen) -> None:
         same_host = message.host_id == self._host_id
-        route.encrypt = self._settings.encrypt or message.encrypt
-        names, why = usable(self._local_of(route), message.transports, self._settings.transports, same_host)
-        route.offered, route.listening, route.ready = message.transports, None, False
+        peer.encrypt = self._settings.encrypt or message.encrypt
+        names, why = usable(self._local_of(peer), message.transports, self._settings.transports, same_host)
+        peer.offered, peer.listening, peer.ready = message.transports, None, False
         if not names:
-            self._drop(route, f"no transport that both can use: {why}", tell_peer=True)
+            self._drop(peer, f"no transport that both can use: {why}", tell_peer=True)
             return
-        self._give_time_to_meet(route, "the sender did not come to the rendezvous")
-        route.transport = names[0]
-        self._start_pair(route, Listen(tuple(names), why, lambda meeting: self._listens(route, meeting)))
+        self._give_time_to_meet(peer, "the sender did not come to the rendezvous")
+        peer.transport = names[0]
+        self._start_pair(peer, Listen(tuple(names), why, lambda meeting: self._listens(peer, meeting)))
 
-    def _listens(self, route: _Incoming, meeting: Rendezvous) -> None:
-        if not route.dropped and meeting.transport in route.offered:
-            route.transport, route.why = meeting.transport, meeting.why
-            route.listening = PairListen(
-                route.pair_id,
+    def _listens(self, peer: Peer, meeting: Rendezvous) -> None:
+        if not peer.dropped and meeting.transport in peer.offered:
+            peer.transport, peer.why = meeting.transport, meeting.why
+            peer.listening = PairListen(
+                peer.pair_id,
                 meeting.transport,
                 meeting.host,
                 meeting.port,
@@ -194,64 +176,61 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
                 meeting.key,
                 meeting.encrypted,
             )
-            self._send(route.peer_incarnation, route.listening, b"")
+            self._send(peer.incarnation, peer.listening, b"")
 
-    def _pair_broke(self, route: _Incoming, reason: str) -> None:
-        if route.ready or not route.order.is_fresh or route.listening is None:
+    def _pair_broke(self, peer: Peer, reason: str) -> None:
+        if peer.ready or not peer.order.is_fresh or peer.listening is None:
             # The sender must be told if no transport could listen; otherwise it would wait for an answer that never comes.
-            super()._pair_broke(route, reason)
+            super()._pair_broke(peer, reason)
         else:
             # The sender notices the failure too and proposes other transports. Until then the timer runs.
-            route.listening = None
+            peer.listening = None
 
-    def _pair_ready(self, route: _Incoming) -> None:
-        super()._pair_ready(route)
-        route.listening = None
-
-    def _segments_freed(self, route: _Incoming) -> None:
-        return
+    def _pair_ready(self, peer: Peer) -> None:
+        super()._pair_ready(peer)
+        peer.listening = None
 
     # --- offers and segments ---
 
     def _offered(self, peer_incarnation: int, offer: Offer) -> None:
         key = (offer.request_id, offer.attempt)
         known = self._live.get(key) or self._ended.get(key)
-        if known is not None and known.route.peer_incarnation == peer_incarnation:
+        if known is not None and known.peer.incarnation == peer_incarnation:
             self._feed(known, offer)
             return
-        if known is not None and known.session.state in (DECLINED, FAILED):
+        if known is not None and known.state in (DECLINED, FAILED):
             del self._ended[
                 key
             ]  # another sender tries the same attempt again; later frames of the first sender are stale
             known = None
-        route = self._routes.get(peer_incarnation)
+        peer = self._peers.get(peer_incarnation)
         refusal = ""
         if known is not None:
             refusal = "this attempt is another sender's"
-        elif route is None or route.pair_id != offer.pair_id:
+        elif peer is None or peer.pair_id != offer.pair_id:
             refusal = f"there is no pair {offer.pair_id}"
         elif not self._has_room(new_pair=False):
             refusal = "too many transfers at once"
-        if refusal or route is None:
+        if refusal or peer is None:
             self._send(peer_incarnation, Decline(*key, refusal), b"")
             return
         session = ReceiverSession(
-            offer, block_bytes=route.rows.layout.block_bytes, settings=self._settings, now=self._clock()
+            offer, block_bytes=peer.rows.layout.block_bytes, settings=self._settings, now=self._clock()
         )
-        live = self._begin(key, session, route)
+        self._begin(session, peer)
         answer = self._owner.offered(
-            peer_incarnation, msgspec.structs.replace(offer, blocks=-(-offer.blocks // route.rows.ratio))
+            peer_incarnation, msgspec.structs.replace(offer, blocks=-(-offer.blocks // peer.rows.ratio))
         )
         if answer is None:
-            self._arm(live)
+            self._arm(session)
         else:
-            self._feed(live, self._decision(live, answer))
+            self._feed(session, self._decision(session, answer))
 
-    def _decision(self, live: _Live, answer: OfferAccepted | str) -> OfferAccepted | Refusal:
+    def _decision(self, session: ReceiverSession, answer: OfferAccepted | str) -> OfferAccepted | Refusal:
         if isinstance(answer, str):
             return Refusal(answer)
         self._rows.check(answer.block_ids)
-        ratio, blocks = live.route.rows.ratio, live.session.blocks
+        ratio, blocks = session.peer.rows.ratio, session.blocks
         assert len(answer.block_ids) == -(-blocks // ratio), (
             f"{len(answer.block_ids)} blocks for {blocks} parts of them"
         )
@@ -260,57 +239,57 @@ class KvReceiver(TransferDriver[ReceiverSession, _Incoming]):
     def _announced(self, peer_incarnation: int, announce: Announce) -> None:
         """Submit the announced segments to the pair. Unwanted segments are submitted too, because the data plane has no other
         way to skip them."""
-        route = self._routes.get(peer_incarnation)
-        if route is None or route.pair_id != announce.pair_id or route.order.is_repeated(announce.sequence):
+        peer = self._peers.get(peer_incarnation)
+        if peer is None or peer.pair_id != announce.pair_id or peer.order.is_repeated(announce.sequence):
             self.counters["stale_frames"] += 1
             return
-        assert route.pair is not None
+        assert peer.pair is not None
         fault, most = "", max(announce.blocks)
-        if most > self._segment_blocks(route):
-            fault = f"a segment of {most} blocks where {self._segment_blocks(route)} fit"
-        elif route.pair.is_down or not (route.ready or route.listening):
+        if most > self._segment_blocks(peer):
+            fault = f"a segment of {most} blocks where {self._segment_blocks(peer)} fit"
+        elif peer.pair.is_down or not (peer.ready or peer.listening):
             fault = f"segment {announce.sequence} was announced before the two had met"
-        elif route.pair.queued + len(announce.blocks) > MAX_QUEUED_SEGMENTS:
+        elif peer.pair.queued + len(announce.blocks) > MAX_QUEUED_SEGMENTS:
             fault = f"more than {MAX_QUEUED_SEGMENTS} segments announced at once"
-        elif not route.order.take(announce.sequence, len(announce.blocks)):
+        elif not peer.order.take(announce.sequence, len(announce.blocks)):
             fault = f"segment {announce.sequence} of the pair was announced out of order"
         if fault:
             self.counters["violations"] += 1
-            self._drop(route, f"the sender broke the protocol: {fault}", tell_peer=True)
+            self._drop(peer, f"the sender broke the protocol: {fault}", tell_peer=True)
             return
         jobs = [
             SegmentJob(None, announce.segment + at, announce.sequence + at, blocks, None)
             for at, blocks in enumerate(announce.blocks)
         ]
-        live = self._find(peer_incarnation, (announce.request_id, announce.attempt))
-        if live is not None and live.route is route:
-            self._wanted(live, announce, jobs)
-        route.pair.submit(*jobs)
+        session = self._find(peer_incarnation, (announce.request_id, announce.attempt))
+        if session is not None and session.peer is peer:
+            self._wanted(session, announce, jobs)
+        peer.pair.submit(*jobs)
 
-    def _wanted(self, live: _Live, announce: Announce, jobs: list[SegmentJob]) -> None:
+    def _wanted(self, session: ReceiverSession, announce: Announce, jobs: list[SegmentJob]) -> None:
         """Ask the session for the target blocks of the segments. A session that has ended, or ends now, names none."""
-        for action in live.session.handle(announce, self._clock()):
+        for action in session.handle(announce, self._clock()):
             if isinstance(action, Receive):
                 job = jobs[action.segment - announce.segment]
-                job.owner, job.block_ids = live, action.block_ids
+                job.owner, job.block_ids = session, action.block_ids
             else:
-                self._perform(live, [action])
-        if live.key in self._live:
-            self._arm(live)
+                self._perform(session, [action])
+        if session.key in self._live:
+            self._arm(session)
 
-    def _carry_out(self, live: _Live, action: Action) -> None:
+    def _carry_out(self, session: ReceiverSession, action: Action) -> None:
         if isinstance(action, Quarantine):
-            self._owner.in_doubt(*live.key, list(blocks_of(action.block_ids, live.route.rows.ratio)))
+            self._owner.in_doubt(*session.key, list(blocks_of(action.block_ids, session.peer.rows.ratio)))
             return
         assert isinstance(action, CancelSegments)
-        assert live.route.pair is not None
-        live.route.pair.cancel(live)
+        assert session.peer.pair is not None
+        session.peer.pair.cancel(session)
 
-    def _report(self, live: _Live, ended: SessionEnded) -> None:
-        result, ratio = ended.result, live.route.rows.ratio
+    def _report(self, session: ReceiverSession, ended: SessionEnded) -> None:
+        result, ratio = ended.result, session.peer.rows.ratio
         if isinstance(result, KvCommitted):
             block_ids = list(blocks_of(result.block_ids, ratio))
-            self._owner.committed(live.route.peer_incarnation, result.commit, block_ids, list(result.prompt))
+            self._owner.committed(session.peer.incarnation, result.commit, block_ids, list(result.prompt))
         elif isinstance(result, KvReceiveFailed):
             self.counters["sessions_failed"] += 1
             block_ids = list(blocks_of(result.block_ids, ratio))

@@ -2,15 +2,15 @@
 
 from collections import deque
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from kvtransfer.driver import TransferDriver
 from kvtransfer.memory.digests import BlockDigests
 from kvtransfer.memory.layout import KvLayout, sub_blocks_of
-from kvtransfer.owners import SenderOwner
-from kvtransfer.route import Live, Route
+from kvtransfer.peer import Peer
+from kvtransfer.ports import SenderOwner
 from kvtransfer.session.limits import WINDOW_SEGMENTS_MAX, KvSettings
 from kvtransfer.session.sender import SenderSession, announcement, next_parts
 from kvtransfer.session.session import (
@@ -45,18 +45,7 @@ class PairState:
     why: str
 
 
-@dataclass(slots=True, eq=False)
-class _Outgoing(Route):
-    """The route to one receiver. Segments of all its sessions are sent in the order in which they became ready."""
-
-    waiting: "deque[tuple[_Live, SendSegment]]" = field(default_factory=deque)
-    announced: int = 0
-
-
-_Live = Live[SenderSession, _Outgoing]
-
-
-class KvSender(TransferDriver[SenderSession, _Outgoing]):
+class KvSender(TransferDriver[SenderSession]):
     """One per worker. All methods run on the event loop; every `open` ends in exactly one `SenderOwner.sent`."""
 
     def __init__(
@@ -92,7 +81,7 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
         no room for another transfer, `SenderOwner.sent` soon reports the failure. The same happens for a (request_id, attempt)
         that was opened before: an attempt is offered only once.
         """
-        route = self._current_route(peer_incarnation)
+        peer = self._current_peer(peer_incarnation)
         repeated = (request_id, attempt) in self._ended
         block_size = block_size or self.layout.block_size
         reason = ""
@@ -100,28 +89,28 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
             reason = "this attempt was offered before"
         elif self._closed:
             reason = "shutting down"
-        elif not self._has_room(new_pair=route is None):
+        elif not self._has_room(new_pair=peer is None):
             reason = "too many transfers at once"
         elif self.layout.block_size % block_size:
             reason = f"block size differs: {self.layout.block_size} here is no multiple of {block_size}"
-        elif route is not None and route.rows.layout.block_size != block_size:
-            reason = f"blocks of {block_size} tokens on a pair for those of {route.rows.layout.block_size}"
+        elif peer is not None and peer.rows.layout.block_size != block_size:
+            reason = f"blocks of {block_size} tokens on a pair for those of {peer.rows.layout.block_size}"
         if reason:
             # Reported in a later callback: a caller that opens again on failure would otherwise recurse without end.
             self._loop.call_soon(self._owner.sent, KvFailed(request_id, attempt, reason))
             return
-        if route is None:
-            route = self._open_route(peer_incarnation, block_size)
+        if peer is None:
+            peer = self._open_pair(peer_incarnation, block_size)
         session = SenderSession(
             request_id,
             attempt,
-            pair_id=route.pair_id,
+            pair_id=peer.pair_id,
             blocks=blocks,
-            block_bytes=route.rows.layout.block_bytes,
+            block_bytes=peer.rows.layout.block_bytes,
             settings=self._settings,
         )
-        live = self._begin((request_id, attempt), session, route)
-        self._perform(live, session.start(self._clock()))
+        self._begin(session, peer)
+        self._perform(session, session.start(self._clock()))
 
     def blocks_ready(self, request_id: str, attempt: int, first_block: int, block_ids: Sequence[int]) -> None:
         """Report that the prompt's blocks from `first_block` on are final and lie in these blocks of the pool. Each call
@@ -129,15 +118,13 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
 
         Calls after the session's result are ignored, as are those of `commit` and `abort`.
         """
-        live = self._live.get((request_id, attempt))
-        if block_ids and live is not None:
+        session = self._live.get((request_id, attempt))
+        if block_ids and session is not None:
             self._rows.check(block_ids)
-            ratio = live.route.rows.ratio
+            ratio = session.peer.rows.ratio
             first = first_block * ratio
-            sub_blocks = (
-                sub_blocks_of(block_ids, ratio)[: live.session.blocks - first] if ratio > 1 else tuple(block_ids)
-            )
-            self._feed(live, BlocksReady(first, sub_blocks))
+            sub_blocks = sub_blocks_of(block_ids, ratio)[: session.blocks - first] if ratio > 1 else tuple(block_ids)
+            self._feed(session, BlocksReady(first, sub_blocks))
 
     def commit(
         self, request_id: str, attempt: int, first_tokens: Sequence[FirstToken], prompt_tokens: Sequence[int]
@@ -158,11 +145,8 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
             self._digests.forget(block_ids)
 
     def transports(self) -> list[PairState]:
-        """Returns the transport of each pair that is ready."""
         return [
-            PairState(incarnation, route.transport, route.why)
-            for incarnation, route in self._routes.items()
-            if route.ready
+            PairState(incarnation, peer.transport, peer.why) for incarnation, peer in self._peers.items() if peer.ready
         ]
 
     # --- from the receiver ---
@@ -172,69 +156,67 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
         if isinstance(message, PairListen):
             self._connect(peer_incarnation, message)
         elif isinstance(message, PairClosed):
-            route = self._routes.get(peer_incarnation)
-            if route is not None and route.pair_id == message.pair_id:
-                if route.transport and (
-                    route.sessions or not route.ready
-                ):  # an idle one may be given up for its memory
-                    self._choice.broke(peer_incarnation, route.transport, message.reason, self._clock())
-                self._drop(route, f"closed by the receiver: {message.reason}", tell_peer=False)
+            peer = self._peers.get(peer_incarnation)
+            if peer is not None and peer.pair_id == message.pair_id:
+                if peer.transport and (peer.sessions or not peer.ready):  # an idle one may be given up for its memory
+                    self._choice.broke(peer_incarnation, peer.transport, message.reason, self._clock())
+                self._drop(peer, f"closed by the receiver: {message.reason}", tell_peer=False)
         elif isinstance(message, Accept | Decline | Ack | Abort):
-            live = self._find(peer_incarnation, (message.request_id, message.attempt))
-            if live is not None:
-                self._feed(live, message)
+            session = self._find(peer_incarnation, (message.request_id, message.attempt))
+            if session is not None:
+                self._feed(session, message)
         else:
             raise RemoteProtocolError(f"{type(message).__name__} from a KV receiver")
 
     # --- pairs ---
 
-    def _current_route(self, peer_incarnation: int) -> _Outgoing | None:
-        """Returns the current route, if any. If it is idle and a better transport may be tried again, drops it and returns
+    def _current_peer(self, peer_incarnation: int) -> Peer | None:
+        """Returns the current peer, if any. If it is idle and a better transport may be tried again, drops it and returns
         None."""
-        route = self._routes.get(peer_incarnation)
-        if route is None or not route.ready or route.sessions:
-            return route
-        if not self._choice.better_is_due(peer_incarnation, route.transport, self._clock()):
-            return route
-        self._drop(route, "a better transport is tried again", tell_peer=True)
+        peer = self._peers.get(peer_incarnation)
+        if peer is None or not peer.ready or peer.sessions:
+            return peer
+        if not self._choice.better_is_due(peer_incarnation, peer.transport, self._clock()):
+            return peer
+        self._drop(peer, "a better transport is tried again", tell_peer=True)
         return None
 
-    def _open_route(self, peer_incarnation: int, block_size: int) -> _Outgoing:
+    def _open_pair(self, peer_incarnation: int, block_size: int) -> Peer:
         self._last_pair_id += 1
         transports = self._choice.proposal(peer_incarnation, self._clock())
         if peer_incarnation in self._own_peers:
             transports = within_process(transports) or within_process(self._settings.transports)
         self._make_room(transports)
-        route = _Outgoing(peer_incarnation, self._last_pair_id, self._rows_of(block_size), transports)
-        self._routes[peer_incarnation] = route
-        self._propose(route)
-        return route
+        peer = Peer(peer_incarnation, self._last_pair_id, self._rows_of(block_size), transports)
+        self._peers[peer_incarnation] = peer
+        self._propose(peer)
+        return peer
 
-    def _propose(self, route: _Outgoing) -> None:
-        self._give_time_to_meet(route, "no answer to PairOpen")
+    def _propose(self, peer: Peer) -> None:
+        self._give_time_to_meet(peer, "no answer to PairOpen")
         message = PairOpen(
-            route.pair_id, route.offered, route.rows.layout.block_size, self._host_id, self._settings.encrypt
+            peer.pair_id, peer.offered, peer.rows.layout.block_size, self._host_id, self._settings.encrypt
         )
-        self._send(route.peer_incarnation, message, b"")
+        self._send(peer.incarnation, message, b"")
 
-    def _drop(self, route: _Outgoing, reason: str, tell_peer: bool) -> None:
-        was_ready = route.ready and not route.dropped
-        super()._drop(route, reason, tell_peer)
+    def _drop(self, peer: Peer, reason: str, tell_peer: bool) -> None:
+        was_ready = peer.ready and not peer.dropped
+        super()._drop(peer, reason, tell_peer)
         if was_ready:
             self._owner.pairs_changed()
 
     def _connect(self, peer_incarnation: int, message: PairListen) -> None:
-        route = self._routes.get(peer_incarnation)
-        if route is None or route.pair_id != message.pair_id or route.pair is not None:
+        peer = self._peers.get(peer_incarnation)
+        if peer is None or peer.pair_id != message.pair_id or peer.pair is not None:
             self.counters["stale_frames"] += 1
-        elif message.transport not in route.offered:
+        elif message.transport not in peer.offered:
             self.counters["stale_frames"] += 1  # tried already, and the receiver does not know yet
         else:
-            self._stop_timer(route)
-            route.transport = message.transport
+            self._stop_timer(peer)
+            peer.transport = message.transport
             demoted = self._choice.why_not_better(peer_incarnation, message.transport, self._clock())
-            route.why = "; ".join(filter(None, (message.why, demoted)))
-            route.encrypt = self._settings.encrypt
+            peer.why = "; ".join(filter(None, (message.why, demoted)))
+            peer.encrypt = self._settings.encrypt
             meeting = Rendezvous(
                 message.transport,
                 message.host,
@@ -244,98 +226,97 @@ class KvSender(TransferDriver[SenderSession, _Outgoing]):
                 key=message.key,
                 encrypted=message.encrypted,
             )
-            self._start_pair(route, meeting)
+            self._start_pair(peer, meeting)
 
-    def _pair_ready(self, route: _Outgoing) -> None:
-        super()._pair_ready(route)
+    def _pair_ready(self, peer: Peer) -> None:
+        super()._pair_ready(peer)
         self._owner.pairs_changed()
-        self._pump(route)
+        self._pump(peer)
 
-    def _pair_broke(self, route: _Outgoing, reason: str) -> None:
-        self._choice.broke(route.peer_incarnation, route.transport, reason, self._clock())
-        route.offered = tuple(name for name in route.offered if name != route.transport)
-        if route.ready or not route.offered:
-            super()._pair_broke(route, reason)
+    def _pair_broke(self, peer: Peer, reason: str) -> None:
+        self._choice.broke(peer.incarnation, peer.transport, reason, self._clock())
+        peer.offered = tuple(name for name in peer.offered if name != peer.transport)
+        if peer.ready or not peer.offered:
+            super()._pair_broke(peer, reason)
             return
         # No segment was announced yet, so the ends can meet by another transport without any effect on the sessions.
-        assert route.pair is not None
-        self.counters[f"broken_{route.transport}"] += 1
-        route.pair.close()
-        route.pair, route.transport = None, ""
-        self._propose(route)
+        assert peer.pair is not None
+        self.counters[f"broken_{peer.transport}"] += 1
+        peer.pair.close()
+        peer.pair, peer.transport = None, ""
+        self._propose(peer)
 
-    def _segments_freed(self, route: _Outgoing) -> None:
-        self._pump(route)
+    def _segments_freed(self, peer: Peer) -> None:
+        self._pump(peer)
 
-    def _window(self, route: _Outgoing) -> int:
-        """Returns how many segments may be in flight at once."""
-        if TRANSPORTS[route.transport].skips_unwanted:
+    def _window(self, peer: Peer) -> int:
+        if TRANSPORTS[peer.transport].skips_unwanted:
             return WINDOW_SEGMENTS_MAX
-        segment_bytes = self._segment_blocks(route) * route.rows.layout.block_bytes
+        segment_bytes = self._segment_blocks(peer) * peer.rows.layout.block_bytes
         small = min(WINDOW_SEGMENTS_MAX, self._settings.window_bytes // segment_bytes)
         return max(self._settings.window_segments, small)
 
-    def _pump(self, route: _Outgoing) -> None:
+    def _pump(self, peer: Peer) -> None:
         """Announce and send waiting segments until the pair's window is full. Several are announced together, because a
         message about one segment costs both event loops as much as one about ten."""
-        if route.dropped or not route.ready or not route.waiting:
+        if peer.dropped or not peer.ready or not peer.waiting:
             return
-        assert route.pair is not None
-        window = self._window(route)
-        if route.pair.queued > window // 2:
+        assert peer.pair is not None
+        window = self._window(peer)
+        if peer.pair.queued > window // 2:
             return
-        if not route.pair.queued:
+        if not peer.pair.queued:
             # Send the first few at once, while the others are prepared.
-            self._announce(*next_parts(route.waiting, min(window, _FIRST_SEGMENTS)))
-            self._loop.call_soon(self._pump, route)
+            self._announce(*next_parts(peer.waiting, min(window, _FIRST_SEGMENTS)))
+            self._loop.call_soon(self._pump, peer)
             return
-        while route.waiting and (room := window - route.pair.queued) > 0:
-            self._announce(*next_parts(route.waiting, room))
+        while peer.waiting and (room := window - peer.pair.queued) > 0:
+            self._announce(*next_parts(peer.waiting, room))
 
-    def _announce(self, live: _Live, parts: list[SendSegment]) -> None:
+    def _announce(self, session: SenderSession, parts: list[SendSegment]) -> None:
         """Announce and submit consecutive segments. The session is told only after all are submitted, because it may then send
         more."""
-        route = live.route
-        assert route.pair is not None
-        self._send(route.peer_incarnation, announcement(live.key, route.pair_id, route.announced, parts), b"")
-        digests = self._digests_of(route)
+        peer = session.peer
+        assert peer.pair is not None
+        self._send(peer.incarnation, announcement(session.key, peer.pair_id, peer.announced, parts), b"")
+        digests = self._digests_of(peer)
         known = [b"" if digests is None else digests.known(part.block_ids) for part in parts]
-        route.pair.submit(
+        peer.pair.submit(
             *(
-                SegmentJob(live, part.segment, sequence, len(part.block_ids), part.block_ids, digest)
-                for sequence, (part, digest) in enumerate(zip(parts, known, strict=True), route.announced)
+                SegmentJob(session, part.segment, sequence, len(part.block_ids), part.block_ids, digest)
+                for sequence, (part, digest) in enumerate(zip(parts, known, strict=True), peer.announced)
             )
         )
-        route.announced += len(parts)
-        self._feed(live, *(SegmentBegun(part.segment, d) for part, d in zip(parts, known, strict=True) if d))
+        peer.announced += len(parts)
+        self._feed(session, *(SegmentBegun(part.segment, d) for part, d in zip(parts, known, strict=True) if d))
 
     # --- actions ---
 
-    def _perform(self, live: _Live, actions: list[Action]) -> None:
-        super()._perform(live, actions)
+    def _perform(self, session: SenderSession, actions: list[Action]) -> None:
+        super()._perform(session, actions)
         if any(isinstance(action, SendSegment) for action in actions):
-            self._pump(live.route)
+            self._pump(session.peer)
 
-    def _carry_out(self, live: _Live, action: Action) -> None:
+    def _carry_out(self, session: SenderSession, action: Action) -> None:
         if isinstance(action, SendSegment):
-            live.route.waiting.append((live, action))
+            session.peer.waiting.append((session, action))
         else:
             assert isinstance(action, CancelSegments)
-            self._cancel_waiting(live)
+            self._cancel_waiting(session)
 
-    def _cancel_waiting(self, live: _Live) -> None:
+    def _cancel_waiting(self, session: SenderSession) -> None:
         """Drop the session's segments that are not announced yet. Announced segments must be sent, because the receiver waits
         for them."""
-        cancelled = [part for owner, part in live.route.waiting if owner is live]
-        live.route.waiting = deque(item for item in live.route.waiting if item[0] is not live)
+        cancelled = [part for owner, part in session.peer.waiting if owner is session]
+        session.peer.waiting = deque(item for item in session.peer.waiting if item[0] is not session)
         for part in cancelled:
-            self._feed(live, SegmentDropped(part.segment))
+            self._feed(session, SegmentDropped(part.segment))
 
-    def _report(self, live: _Live, ended: SessionEnded) -> None:
+    def _report(self, session: SenderSession, ended: SessionEnded) -> None:
         result = ended.result
         assert isinstance(result, KvSent | KvFailed)
         if isinstance(result, KvFailed):
             self.counters["sessions_failed"] += 1
         else:
-            self._choice.worked(live.route.peer_incarnation, live.route.transport, self._clock())
+            self._choice.worked(session.peer.incarnation, session.peer.transport, self._clock())
         self._owner.sent(result)

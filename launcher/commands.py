@@ -101,7 +101,7 @@ TABLE: Final[Table] = {
     "worker": Command(
         "Compute prompts (prefill), stream answers (decode), or do both (mixed).",
         "runtime.settings.workers:WorkerSettings",
-        "launcher.worker:run",
+        "worker.main:run",
     ),
     "batch": CommandGroup(
         "Run a file of requests when the cluster has capacity to spare.",

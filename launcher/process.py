@@ -16,7 +16,7 @@ _LINE_END = re.compile(rb"[\r\n]+")
 _KEPT_LINES = 50
 
 
-WORKER_MODULES = {"prefill": "prefill_worker", "decode": "decode_worker", "mixed": "launcher.mixed_worker"}
+WORKER_MODULES = {"prefill": "prefill_worker", "decode": "decode_worker", "mixed": "worker"}
 
 
 def python_command(module: str, *arguments: str) -> tuple[str, ...]:

@@ -2,5 +2,5 @@
 
 `core` (pure) decides; start there. `fetches` gets KV from decode workers, `tier` keeps blocks in a second tier.
 `prompts` is the pure bookkeeping of prompts and when their blocks are freed. `worker` is the role that the common driver
-(`runtime.worker.driver`) runs, with its KV sender. `compute` runs on the engine thread.
+(`worker.driver`) runs, with its KV sender. `compute` runs on the engine thread.
 """

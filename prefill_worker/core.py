@@ -82,16 +82,13 @@ class PrefillCore:
         self.tier: KvTier | None = None
 
     def use_tier(self, copies: Copies, slots: int) -> KvTier:
-        """Keep so many blocks in a second tier."""
         self.tier = KvTier(copies, self.table, slots, self._say, self._tier_looked_at)
         return self.tier
 
     def tier_counts(self) -> tuple[int, int, int]:
-        """See `KvTier.counts`."""
         return self.tier.counts() if self.tier is not None else (0, 0, 0)
 
     def take_changes(self, most: int) -> tuple[bytes, bytes]:
-        """Changes of what is cached here, as `BlockAllocator.take_changes`."""
         return (self.tier or self.table.allocator).take_changes(most)
 
     # --- orders ---------------------------------------------------------------------------------------------------------

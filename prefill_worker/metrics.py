@@ -13,8 +13,6 @@ PREFIX = "crossdock_prefill_"
 
 
 class Queue(Protocol):
-    """Steps that were ordered and have not begun."""
-
     def __len__(self) -> int: ...
 
 

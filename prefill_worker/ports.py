@@ -5,7 +5,7 @@ from typing import Protocol
 from kvtransfer.ports import KvOut
 from proto.kv import Fetch
 from proto.messages import Destination
-from runtime.worker.ports import CoordinatorLink, Gateways
+from worker.ports import CoordinatorLink, Gateways
 
 
 class PrefillKvIn(Protocol):

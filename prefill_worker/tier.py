@@ -164,7 +164,6 @@ class KvTier:
         return inserted + b"".join(new), b"".join(gone)
 
     def report_all(self) -> None:
-        """See `BlockAllocator.report_all`."""
         self._table.allocator.report_all()
         self._changes.begin(self._slots)
 

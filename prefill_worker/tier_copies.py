@@ -18,8 +18,6 @@ THREADS: Final = 2  # loads need not wait behind copies to the tier
 
 
 class TierCopies:
-    """A `prefill_worker.tier.Copies`."""
-
     def __init__(
         self,
         settings: WorkerSettings,
@@ -51,7 +49,6 @@ class TierCopies:
         self._threads.submit(self._load, key, slots, blocks)
 
     async def close(self) -> None:
-        """Wait for what is under way."""
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         self._file.close()
 

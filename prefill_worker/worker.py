@@ -10,10 +10,10 @@ from engine.engine import Engine
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
-from kvtransfer.owners import ReceiverOwner, SenderOwner
+from kvtransfer.ports import ReceiverOwner, SenderOwner
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
-from kvtransfer.session.limits import DIGEST_EVERY, FETCH_IDLE_MS, KvSettings, segment_bytes_on
+from kvtransfer.session.limits import FETCH_IDLE_MS, KvSettings, segment_bytes_on
 from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from kvtransfer.transports.transport import PoolMemory
 from prefill_worker.compute import draw_late, run_step
@@ -30,10 +30,9 @@ from runtime.link.connection_pool import ConnectionPool
 from runtime.link.peer import LinkCounters, Peer
 from runtime.process import clock
 from runtime.process.rate_limited_log import RateLimitedLog
-from runtime.worker.driver import WorkerDriver
-from runtime.worker.gpu_faults import end_if_gpu_is_lost
-from runtime.worker.grammars import GrammarThread
-from runtime.worker.role import ComputeStep
+from worker.driver import ComputeStep, WorkerDriver
+from worker.gpu_faults import end_if_gpu_is_lost
+from worker.grammars import GrammarThread
 
 CACHE_REPORTS_MAX = 16
 OFFER_S: Final = 3.0  # in which KV that is to be fetched must be offered
@@ -50,12 +49,12 @@ class PrefillWorker(SenderOwner):
         blocks: BlockAllocator,
         driver: WorkerDriver,
         transports: tuple[str, ...],
-        own_peers: Container[int],
+        own_receivers: Container[int],
         memory: PoolMemory | None,
     ) -> None:
         """`blocks` are those of the engine's pool for this role, all free or cached; `transports` are those that KV may be sent
-        by; `own_peers` are decode workers in this process; `memory` is what the KV pool lies in, if other processes may map
-        it."""
+        by; `own_receivers` are the incarnations of the decode workers in this process; `memory` is what the KV pool lies in, if
+        other processes may map it."""
         settings, info = driver.settings, engine.info
         self.engine, self.driver = engine, driver
         self.registration, self.gateways = driver.registration, driver.gateways
@@ -83,12 +82,10 @@ class PrefillWorker(SenderOwner):
             transports=transports,
             encrypt=settings.encrypts_transfers,
             segment_bytes=segment_bytes_on(engine.pool.device.type),
-            ack_timeout_ms=settings.kv_timeout_ms,
-            rendezvous_timeout_ms=settings.kv_timeout_ms,
             # In a mixed worker, its other role writes to blocks too, and what it has cached is sent from here.
             remembers_digests=not driver.hello.process,
         )
-        self.sender = self._make_sender(layout, own_peers, kv)
+        self.sender = self._make_sender(layout, own_receivers, kv)
         self.receiver = self._make_receiver(layout, memory, replace(kv, idle_timeout_ms=FETCH_IDLE_MS))
         self.metrics = PrefillMetrics(
             self.table, self.core.steps, self.sender.counters, lambda: engine.tokens_forwarded, self.core.tier_counts
@@ -113,7 +110,6 @@ class PrefillWorker(SenderOwner):
         )
 
     def _make_receiver(self, layout: KvLayout, memory: PoolMemory | None, settings: KvSettings) -> KvReceiver:
-        """The receiver for what is fetched."""
         return KvReceiver(
             layout=layout,
             pool=self.engine.pool,
@@ -121,7 +117,7 @@ class PrefillWorker(SenderOwner):
             clock=clock.now,
             listen_host=self.driver.settings.transfer_host,
             owner=_Fetching(self),
-            settings=replace(settings, digest_every=DIGEST_EVERY[self.driver.settings.kv_digest]),
+            settings=settings,
             memory=memory,
         )
 

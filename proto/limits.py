@@ -39,6 +39,7 @@ MAX_POLICY_VERSIONS = 100
 MAX_FLIPS_AT_ONCE = 64
 MAX_SEGMENTS = 4096
 MAX_SEGMENTS_ANNOUNCED = 256
+KV_TIMEOUT_MS = 10_000  # without progress, after which a KV transfer is given up and its request tried again
 MAX_TOKEN_ITEMS = 4096
 MAX_TOKENS_PER_ITEM = 64
 MAX_VOCAB = 1 << 24

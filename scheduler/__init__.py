@@ -7,9 +7,9 @@ the two:
     admit, submit    a request waits in its model's queue (`waiting.queue`) under the key of its KV demand
     decide           `placement.schedule` asks each prefill worker that may find something (`workers.wakeups`) for a step
       compose        `placement.steps`: the fair order (`fairness.fair_queue`) offers requests until the step is full
-        decide       `placement.decide`: run here, run on another worker, wait for one, or no room
+        decide       run on a pair of workers, wait for a better worker, or no room
+          best_side, pair   `placement.pairs`: candidates, filters, and costs in seconds by `score`
           room       `kv_admission.admission`: a decode worker has room until the end of every stream it has
-          choice     `placement.choice`, `score`: the pair of workers that costs the fewest seconds
         place        `placement.place`: room is taken on both workers
     step_done, handed_over, progress, finished, failed
                      reports of workers: rates are learnt, room comes free, and `workers.wakeups` notes who may be asked again
@@ -17,6 +17,6 @@ the two:
 Why does a request wait? `decide` says it: no turn yet (`fairness`), no room (`kv_admission`, `workers.token_targets`), a
 better worker soon (`workers.bindings`), a trial (`workers.trials`), or a pause (`placement.paused_turns`). What ends a
 stream before its answer does? `cluster.interrupt`, which only a lost or failed worker, a drain and `placement.preemption`
-lead to. A rule about what may run where belongs into `workers.pool.decode_fits` or `may_pair`, a cost into `score`, an
-order of requests into `fairness`.
+lead to. A rule about what may run where belongs into `workers.pool` (`decode_fits`, `may_pair`, `decode_candidates`), a cost
+into `placement.pairs`, an order of requests into `fairness`.
 """

@@ -15,7 +15,7 @@ from scheduler.request import RETAINED, Request, RetainedAllocation
 from scheduler.spread import Spread
 from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.pool import Pool
-from scheduler.workers.worker import Allocation, Where, Worker
+from scheduler.workers.worker import Allocation, DecodeWorker, Where, Worker
 
 STRETCH = 2.0  # a prompt may take so many times its own time, if its priority class wants the first token sooner
 
@@ -57,7 +57,7 @@ class Cluster:
         pool.end_trial(request)
         if pool.paused.pop(request.id, None) is not None:
             queue.resume(request)
-        queue.count_uncomputed(request, 0)
+        queue.line.count_uncomputed(request, 0)
         queue.projection.leave(request, now, done=True)
         queue.remove(request)
         queue.refund_output(request)
@@ -134,7 +134,7 @@ class Cluster:
 
     def _keep_retained(self, request: Request, worker: Worker, allocation: Allocation) -> None:
         """Pass the attempt's allocation to its request, unless it does not fit in full: the attempt may have shared blocks."""
-        assert worker.admission is not None and allocation.demand is not None
+        assert isinstance(worker, DecodeWorker) and allocation.demand is not None
         if worker.admission.fits(allocation.demand):
             worker.hold((request.id, RETAINED), allocation)
         else:

@@ -6,7 +6,7 @@ from proto.errors import Interrupt
 from proto.messages import Step
 from proto.parts import Returns
 from scheduler.request import Request
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker, Worker
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
@@ -14,7 +14,7 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 
     request: Request
     prefill: Worker
-    decode: Worker
+    decode: DecodeWorker
     kv_blocks: int  # its blocks on the decode worker at its full length
     returns: Returns  # how soon its tenant's sessions come back
 

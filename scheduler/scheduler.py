@@ -14,7 +14,8 @@ from scheduler.decisions import Decision
 from scheduler.kv_admission.shared_blocks import chains
 from scheduler.lifecycle import RequestState, Trigger
 from scheduler.limits import SchedulerLimits
-from scheduler.placement import fetch, paused_turns, suffix, turns
+from scheduler.placement import paused_turns
+from scheduler.placement.place import came
 from scheduler.placement.preemption import charge_decode, give_back, outlived, relieve
 from scheduler.placement.schedule import schedule
 from scheduler.request import Request
@@ -22,7 +23,7 @@ from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.circuit_breakers import NOBODY
 from scheduler.workers.pool import Pool
 from scheduler.workers.prefix_index import usable_hashes
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker, PrefillWorker, Worker
 
 FAILURES_KEPT = 7  # earlier failures of its model that a request keeps
 
@@ -55,7 +56,7 @@ class Scheduler:
         pools, queues = self.cluster.pools.values(), self.cluster.queues.values()
         if self.cluster.spread.jobs or any(pool.wakeups.go_on_at_once for pool in pools):
             return now
-        due = [timer for queue in queues if (timer := queue.next_timer()) is not None]
+        due = [timer for queue in queues if (timer := queue.line.next_due()) is not None]
         due += [paused_turns.next_resume(pool) for pool in pools if pool.paused]
         due += [at for pool in pools if (at := pool.breakers.next_wake()) is not None]
         return min(due, default=None)
@@ -64,34 +65,46 @@ class Scheduler:
 
     def admit(self, request: Request, now: float) -> None:
         """Take on a new request. `submit` lets it wait."""
-        pool, queue = self.cluster.pools[request.submit.model], self.cluster.queues[request.submit.model]
         self.cluster.requests[request.id] = request
         if request.suspicion is not None:
-            pool.suspects[request.id] = request
+            self.cluster.pools[request.submit.model].suspects[request.id] = request
         request.pay_for_drained(0)
-        turns.begin(request, pool, queue, self.cluster.counters, now)
+        self._begin_turn(request, now)
+
+    def _begin_turn(self, request: Request, now: float) -> None:
+        """Begin a request's turn in its session, and charge for the KV that was kept for it, if others wait. A later attempt,
+        or a request without block hashes, is no turn. `Request.end_turn` ends it."""
+        submit = request.submit
+        pool, queue = self.cluster.pools[submit.model], self.cluster.queues[submit.model]
+        if submit.attempt > 1 or not submit.block_hashes:
+            return
+        turn = request.turn = pool.sessions.came(submit, request.blob, queue.weight(request.path), now)
+        if not turn.kept_tokens:
+            return
+        found = any(
+            pool.cached_tokens(submit, worker) >= turn.kept_tokens - turn.kept_tokens % worker.capacity.block_size
+            for worker in pool.candidates.holders(submit)
+        )
+        self.cluster.counters["lease_found" if found else "lease_broken"] += 1
+        if found:
+            queue.charge_kept(request.path, turn.cost)
 
     def submit(self, request: Request, now: float) -> None:
         """Let a request wait for a turn: its first attempt, or a later one."""
         cluster, model = self.cluster, request.submit.model
         pool, queue = cluster.pools[model], cluster.queues[model]
         pool.lengths.expect(request, pool.shares)
-        queue.push(request, now, not cluster.draining or cluster.can_run(request))
+        queue.push(request, not cluster.draining or cluster.can_run(request), pool.fastest_tokens_per_s())
         if not paused_turns.begin(request, pool, queue, now):
-            suffix.came(request, pool, queue, now)
-
-    def end(self, request: Request, trigger: Trigger, output_tokens: int, now: float) -> None:
-        """End a request in any state: see `Cluster.end`."""
-        self.cluster.end(request, trigger, output_tokens, now)
+            came(request, pool, queue, now)
 
     def finished(self, request: Request, worker: Worker, output_tokens: int, now: float) -> None:
-        """Learn from a finished request. `end` is to follow. `output_tokens`: over all choices."""
+        """Learn from a finished request. `Cluster.end` is to follow. `output_tokens`: over all choices."""
         pool, queue = self.cluster.pools[request.submit.model], self.cluster.queues[request.submit.model]
         queue.learn(request, output_tokens)
         pool.traffic.finished(request.id, output_tokens, now)
         pool.record_success()
-        alone = (NOBODY, worker.incarnation) if worker.is_decode else (worker.incarnation, NOBODY)
-        pool.breakers.worked(alone, request.failed_on)
+        pool.breakers.worked(worker.alone, request.failed_on)
 
     def failed(self, request: Request, worker: Worker, reason: Interrupt, now: float) -> str:
         """Count a failed attempt against its worker or pair of workers. Returns which of them gets no work for a while:
@@ -99,9 +112,8 @@ class Scheduler:
         pool, placed_at = self.cluster.pools[request.submit.model], request.attempt_progress.placed_at
         if reason is Interrupt.ENGINE_ERROR:
             pool.record_failure(worker)
-            key = (NOBODY, worker.incarnation) if worker.is_decode else (worker.incarnation, NOBODY)
+            key, kind = worker.alone, "workers"
             request.failed_on = (*request.failed_on[-FAILURES_KEPT:], key)
-            kind = "workers"
         elif reason is Interrupt.TRANSFER_FAILED:
             key, kind = (request.prefill_incarnation, request.decode_incarnation), "pairs"
         else:
@@ -180,7 +192,7 @@ class Scheduler:
         pool, queue = self.cluster.pools[request.submit.model], self.cluster.queues[request.submit.model]
         progress.computed_tokens += chunk.length
         left = request.submit.prompt_tokens - progress.computed_tokens
-        queue.count_uncomputed(request, max(left, 0))
+        queue.line.count_uncomputed(request, max(left, 0))
         if request.state is not RequestState.PREFILLING or left > 0:
             return None
         pool.traffic.computed(request.id, request.cached_tokens, now)
@@ -198,13 +210,13 @@ class Scheduler:
         after all."""
         submit, size = request.submit, worker.capacity.block_size
         pool, queue = self.cluster.pools[submit.model], self.cluster.queues[submit.model]
-        if miss.fetch_failed:
-            fetch.failed(worker, request.decode_incarnation, now)
+        if miss.fetch_failed and isinstance(worker, PrefillWorker):
+            worker.pause_fetches(request.decode_incarnation, now)
         hashes = usable_hashes(submit, size)
         pool.locality.forget(worker.incarnation, hashes, miss.cached_tokens // size)
         request.cached_tokens = request.attempt_progress.computed_tokens = miss.cached_tokens
         queue.put_back(request, miss.cached_tokens)
-        queue.count_uncomputed(request, submit.prompt_tokens - miss.cached_tokens)
+        queue.line.count_uncomputed(request, submit.prompt_tokens - miss.cached_tokens)
         worker.placed[request.id] = request
         worker.expect(request)
         pool.wakeups.has_own_work(worker)
@@ -221,10 +233,9 @@ class Scheduler:
         breakers.worked((request.prefill_incarnation, NOBODY), request.failed_on)
         request.fire(Trigger.HANDED_OVER, now)
 
-    def progress(self, worker: Worker, done: DecodeProgress, now: float) -> None:
+    def progress(self, worker: DecodeWorker, done: DecodeProgress, now: float) -> None:
         """A decode worker has run steps."""
         cluster, admission = self.cluster, worker.admission
-        assert admission is not None
         for joined in done.joined:
             admission.joined((joined.request_id, joined.attempt), joined.step)
         outlived(cluster, worker, admission.reached(done.steps))
@@ -242,7 +253,7 @@ class Scheduler:
             # A running attempt has a known end, so it counts for less than a pending one, which may join at any time.
             cluster.pools[worker.hello.model].freed(worker)
 
-    def _time_steps(self, worker: Worker, done: DecodeProgress, now: float) -> None:
+    def _time_steps(self, worker: DecodeWorker, done: DecodeProgress, now: float) -> None:
         """Record how long a decode worker's steps took."""
         steps, sequences = done.timed_steps, done.timed_sequences
         if not steps <= sequences <= steps * worker.capacity.max_seqs or not steps * done.timed_ms:

@@ -17,8 +17,8 @@ from proto.codec import decode, to_frames, unpack_tokens
 from proto.errors import FinishReason, RemoteProtocolError
 from proto.kv import NO_FIRST_TOKENS, Commit, Fetch, FetchRefused, FirstToken, Offer
 from proto.messages import Destination, Message, Prefill, Release, Reserve, Step, TokenItem
-from runtime.worker.ports import TakeChanges
 from tests.random_messages import RandomMessages
+from worker.ports import TakeChanges
 
 VOCAB = 64
 BLOCK = 16

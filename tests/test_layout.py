@@ -37,7 +37,7 @@ FOLDERS_MAY_IMPORT = {
         "openai": "http streams structured text tools",
         "responses": "http openai streams text",
         "streams": "text",
-        "structured": "http text",
+        "structured": "http",
         "text": "",
         "tools": "http structured text",
         "vllm": "http openai text",
@@ -64,7 +64,6 @@ FOLDERS_MAY_IMPORT = {
         "settings": "process",
         "storage": "",
         "tenancy": "process",
-        "worker": "grammar link metrics process settings",
     },
 }
 """Which folders of a package each of its folders may import. Files beside the folders are not in the table."""

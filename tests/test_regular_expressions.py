@@ -17,7 +17,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("proto", "runtime", "gateway", "coordinator", "engine", "kvtransfer", "prefill_worker", "decode_worker")
+PACKAGES = (
+    "proto",
+    "runtime",
+    "gateway",
+    "coordinator",
+    "engine",
+    "kvtransfer",
+    "worker",
+    "prefill_worker",
+    "decode_worker",
+)
 CALLS = {"compile", "search", "match", "fullmatch", "split", "sub", "subn", "findall", "finditer"}
 ANCHORED = {"match", "fullmatch"}
 CHARS = 4_000

@@ -10,10 +10,9 @@ from pydantic import BaseModel
 
 from gateway.anthropic import types
 from gateway.batches.types import CreateBatchRequest, UploadRequest
-from gateway.openai.not_served import INSTEAD, NEUTRAL_ONLY
-from gateway.openai.request_types import ChatRequest, CompletionRequest
+from gateway.openai.request_types import INSTEAD, NEUTRAL_ONLY, ChatRequest, CompletionRequest
 from gateway.responses import types as responses_types
-from gateway.vllm.types import DetokenizeRequest, TokenizeRequest
+from gateway.vllm.routes import DetokenizeRequest, TokenizeRequest
 from tools.openapi import schemas
 
 _HEAD = """\

@@ -10,8 +10,7 @@ from decode_worker.batch import RunningBatch
 from decode_worker.metrics import DecodeMetrics
 from decode_worker.requests import AttemptTable
 from engine.kv.allocator import BlockAllocator
-from gateway.batches.metrics import BatchMetrics
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import BatchMetrics, GatewayMetrics
 from launcher.admin import autopilot
 from launcher.local import supervisor_metrics
 from prefill_worker.metrics import PrefillMetrics

@@ -20,7 +20,7 @@ from gateway.http.bounds import Text
 from gateway.openai.call import Endpoint
 from gateway.openai.request_types import PROMPTS_MAX, STOP_CHARS_MAX, STOPS_MAX, ChatRequest, CompletionRequest
 from gateway.responses.types import ResponsesRequest
-from gateway.vllm.types import DetokenizeRequest, TokenizeRequest
+from gateway.vllm.routes import DetokenizeRequest, TokenizeRequest
 from proto import limits
 from tools import answer_types as answers
 

@@ -1,6 +1,6 @@
 """Makes `.venv-vllm`: an environment with vLLM for CPUs, as a machine of its own would have it, for the tests of `--engine vllm`.
 
-    python -m tools.vllm_environment          prints the path of its Python; does nothing if it is up to date
+python -m tools.vllm_environment          prints the path of its Python; does nothing if it is up to date
 """
 
 import re

@@ -8,10 +8,10 @@ from proto.compatible import mismatch
 from proto.errors import Reject
 from proto.limits import MAX_MODELS
 from proto.messages import Hello, Role, Submit
-from scheduler.placement.choice import uncached_tokens
 from scheduler.request import Request
 from scheduler.waiting.projection import spread
 from scheduler.waiting.queue import WaitQueue
+from scheduler.waiting.tenant_work import UNCOMPUTED
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import WORKERS
 
@@ -72,16 +72,16 @@ def feasible(
     deadline_ms, own_ms = request.first_token_ms, request.submit.deadline_ms
     if not deadline_ms:
         return None, "", 0.0
-    tokens = uncached_tokens(request.submit, pool)
+    tokens = pool.uncached_tokens(request.submit)
     limit = "deadline_ms" if own_ms else f"ttft_ms of priority class {request.path[0]}"
     soonest_ms = 1000 * pool.least_prefill_s(tokens)
     if soonest_ms > deadline_ms:
         why = f"{tokens} prompt tokens to compute take {soonest_ms:.0f} ms here; {limit} is less"
         return (Reject.DEADLINE, why, 0.0 if own_ms else spread((soonest_ms - deadline_ms) / 1000, request.fingerprint))
     rate = pool.tokens_per_s()
-    if not rate or not queue.work_ahead.work:
+    if not rate or not queue.line.work.total(UNCOMPUTED):
         return None, "", 0.0
-    before = queue.work_ahead.before(request.path, tokens, urgent=True) - tokens
+    before = queue.line.work.before(request.path, UNCOMPUTED, tokens, urgent=True) - tokens
     expected_ms = 1000 * (before + tokens * len(pool.prefill)) / rate  # one prompt is computed on one worker
     if pool.wakeups.closed:
         expected_ms = max(expected_ms, 1000 * place_s + soonest_ms)

@@ -14,7 +14,6 @@ from proto.limits import HASH_BYTES
 from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
 from proto.progress import EndPrefix, EndSession
 from scheduler.lifecycle import ON_WORKERS, RequestState, Trigger
-from scheduler.placement.choice import uncached_tokens
 from scheduler.request import Request
 
 
@@ -178,32 +177,16 @@ def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, s
         grace_s = limits.priority_classes[request.path[0]].ttft_grace_s
         if submit.deadline_ms or not queue.grace.covers(request.path[0], grace_s, now):
             return reason, why, retry_after_s
-        reason, request.ttft_ms = None, 0.0  # it waits as long as others without a target
-        wait_s = request.projected_s = report.wait_s(state, request, now)
-    if wait_s > (limit_s := queue.wait_limit_s(request)):
+    if wait_s > (limit_s := queue.line.limit_s(request)):
         return Reject.QUEUE_FULL, f"it would wait for {wait_s:.0f} s, and may for {limit_s:g} s at most", None
     # One that comes when it was told goes before those that come early or for the first time.
     most = limits.tenant_queue_max * (2 if obeys else 1)
-    if queue.backlog.waiting(request.path) >= most:
+    if queue.line.waiting(request.path) >= most:
         return Reject.QUEUE_FULL, f"{limits.tenant_queue_max} requests of this tenant are waiting already", None
-    victims: list[Request] = []
-    while len(queue) - len(victims) >= limits.queue_requests_max or (
-        queue.backlog.tokens + submit.prompt_tokens > limits.queue_tokens_max
-    ):
-        late = queue.too_late(now, pool.fastest_tokens_per_s(), lambda other: uncached_tokens(other, pool))
-        if late is not None and late not in victims:
-            _shed(state, late, now)
-            continue
-        victim = queue.backlog.victim(request, state.priority_classes_lowest_first)
-        if victim is None:
-            reason = Reject.QUEUE_FULL
-            break
-        queue.backlog.remove(victim)
-        victims.append(victim)
-    for victim in reversed(victims):
-        queue.backlog.add(victim, now)  # no request is shed before the decision
-    if reason is not None:
-        return reason, f"{len(queue)} requests of {queue.backlog.tokens} tokens are waiting already", None
+    victims = queue.line.make_room(request, state.priority_classes_lowest_first)
+    if victims is None:
+        why = f"{len(queue)} requests of {queue.line.tokens} tokens are waiting already"
+        return Reject.QUEUE_FULL, why, None
     for victim in victims:
         _shed(state, victim, now)
     return None, "", None
@@ -297,11 +280,12 @@ def end_session(state: State, _: int, event: Received, __: float) -> None:
 
 
 def expire(state: State, now: float) -> None:
-    for queue in state.cluster.queues.values():
-        if now < queue.nothing_due_before:
+    for model, queue in state.cluster.queues.items():
+        if now < queue.line.nothing_due_before:
             continue
-        for request in queue.overdue(now):
-            late = request.deadline is not None and request.deadline <= now
+        pool = state.cluster.pools[model]
+        for request in queue.line.overdue(now, pool.fastest_tokens_per_s(), pool.uncached_tokens):
+            late = not request.waits or now < request.since + queue.line.limit_s(request)
             reason = Reject.DEADLINE if late else Reject.EXPIRED
             why = (
                 f"no first token within its deadline of {request.submit.deadline_ms:g} ms"

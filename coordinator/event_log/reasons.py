@@ -14,7 +14,6 @@ from scheduler.fairness.fair_node import FairNode
 from scheduler.fairness.fair_queue import where_they_part
 from scheduler.fairness.tenant_queue import AGED, Entry
 from scheduler.observer import Looked, Outcome
-from scheduler.placement.choice import cached_tokens
 from scheduler.request import Request
 from scheduler.waiting.queue_keys import TRIAL_KEY, bound_key, is_class
 from scheduler.workers.pool import Pool
@@ -156,15 +155,13 @@ def _without_room(target: Request, first: Request, worker: Worker, pool: Pool) -
 
 def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoomOnWorker:
     short = pool.short_targets()
-    worker, allocation, fits = prefill, prefill.prefill_allocation(target.submit), prefill.fits(target.submit)
+    worker, seqs, free_seqs, fits = prefill, 1, prefill.free_seqs, prefill.fits(target.submit)
     circuit_open = fits and any(pool.decode_fits(decode, target, short) for decode in pool.decode.values())
-    free_seqs = worker.free_seqs
     if fits and pool.decode:
-        worker = max(pool.decode.values(), key=lambda w: (not w.draining, w.free_blocks, w.free_seqs, w.incarnation))
-        allocation, free_seqs = (
-            worker.decode_allocation(target.submit),
-            max(pool.targets.free_seqs(worker, target, short), 0),
+        worker = decode = max(
+            pool.decode.values(), key=lambda w: (not w.draining, w.free_blocks, w.free_seqs, w.incarnation)
         )
+        seqs, free_seqs = target.submit.choices, max(pool.targets.free_seqs(decode, target, short), 0)
     held: dict[str, int] = {}
     for other in worker.allocations.values():
         name = "/".join(filter(None, other.path[1:])) or "streams from before"
@@ -172,9 +169,9 @@ def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoomOnWorker:
     most = max(held, key=lambda name: held[name], default="")
     return NoRoomOnWorker(
         worker.hello.name,
-        allocation.kv_blocks,
+        worker.whole_blocks(target.submit),
         worker.free_blocks,
-        allocation.seqs,
+        seqs,
         free_seqs,
         most,
         held.get(most, 0),
@@ -184,7 +181,7 @@ def no_room(target: Request, prefill: Worker, pool: Pool) -> NoRoomOnWorker:
 
 
 def _elsewhere(target: Request, asked: Worker, pool: Pool) -> CachedElsewhere | FasterElsewhere | None:
-    cached = {incarnation: cached_tokens(target.submit, worker, pool) for incarnation, worker in pool.prefill.items()}
+    cached = {incarnation: pool.cached_tokens(target.submit, worker) for incarnation, worker in pool.prefill.items()}
     best = max(cached, key=lambda incarnation: cached[incarnation])
     here = cached[asked.incarnation]
     if cached[best] > here:

@@ -11,7 +11,7 @@ from runtime.link.failure_detector import STILL_OPEN
 from scheduler.lifecycle import RequestState
 from scheduler.request import Request
 from scheduler.workers.pool import Pool
-from scheduler.workers.worker import WORKERS, Worker
+from scheduler.workers.worker import WORKERS, Worker, worker_of
 
 REMEMBERED_MAX = 1024
 EMPTY_POOL_S_MAX = 3600.0  # how long a model without a worker stays known
@@ -25,7 +25,7 @@ def up(state: State, incarnation: int, hello: Hello, now: float) -> None:
     state.peers[incarnation] = hello
     _count_restart(state, incarnation, hello)
     if hello.role in WORKERS:
-        worker = Worker.from_hello(hello)
+        worker = worker_of(hello)
         state.scheduler.worker_up(worker, now)
         state.empty_pools.pop(hello.model, None)
         _adopt(state, worker, hello)

@@ -79,7 +79,7 @@ def count_silence(state: State, worker: Worker) -> None:
 
 def _halves(state: State, worker: Worker) -> list[Worker]:
     pool = state.cluster.pools[worker.hello.model]
-    return [worker, *(w for w in (*pool.prefill.values(), *pool.decode.values()) if w.is_same_process(worker))]
+    return [worker, *(w for w in pool.workers.values() if w.is_same_process(worker))]
 
 
 def _lost(state: State, worker: Worker, before: list[LostProcess], ran: frozenset[str]) -> None:

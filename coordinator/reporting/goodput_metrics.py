@@ -1,4 +1,4 @@
-"""Metrics of goodput: requests within their class's targets and by version of the policy, and waits beside their projection.
+"""Metrics of goodput: requests within their class's targets and by version of the policy.
 
 All are read from the core's state when metrics are requested.
 """
@@ -52,19 +52,4 @@ def goodput_metrics(registry: MetricsRegistry, core: Callable[[], State]) -> Non
         "Requests by version of the policy, since that is in force or on trial; see crossdock policy compare.",
         ("arm", "result"),
         by_arm,
-    )
-
-    def waits() -> Iterator[tuple[Labels, float]]:
-        for model, queue in core().cluster.queues.items():
-            for name, sums in queue.projection.accuracy.items():
-                yield (model, name, "projected"), sums.projected_s
-                yield (model, name, "waited"), sums.waited_s
-                yield (model, name, "error"), sums.error_s
-
-    registry.read(
-        "counter",
-        PREFIX + "place_wait_seconds",
-        "Time until requests had a place on workers: as projected on arrival, as it was, and how far the first was off.",
-        ("model", "priority_class", "kind"),
-        waits,
     )

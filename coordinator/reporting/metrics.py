@@ -198,7 +198,7 @@ class CoordinatorMetrics:
             PREFIX + "queue_tokens",
             "Prompt tokens that wait.",
             ("model",),
-            lambda: [((model,), queue.backlog.tokens) for model, queue in self._core.cluster.queues.items()],
+            lambda: [((model,), queue.line.tokens) for model, queue in self._core.cluster.queues.items()],
         )
         registry.total(
             PREFIX + "requests_refused_behind",

@@ -25,6 +25,7 @@ from proto.status import (
 )
 from scheduler.request import Request
 from scheduler.waiting.projection import Speed
+from scheduler.waiting.tenant_work import UNCOMPUTED
 from scheduler.workers.circuit_breakers import NOBODY
 from scheduler.workers.pool import Pool
 
@@ -44,7 +45,7 @@ def retry_after_s(state: State, submit: Submit, fingerprint: int, now: float) ->
         return NO_CAPACITY_S
     path = state.path(submit)
     at, tokens = speed(state, pool, path, now), submit.prompt_tokens
-    before = queue.work_ahead.before(path, tokens, urgent=False) - tokens
+    before = queue.line.work.before(path, UNCOMPUTED, tokens) - tokens
     computed_s = before / at.prompt_tokens_per_s if at.prompt_tokens_per_s else 0.0
     return queue.projection.retry_after_s(path, queue.work(submit, path), fingerprint, at, now, computed_s)
 
@@ -107,7 +108,7 @@ def status(state: State) -> StatusReport:
         flips=tuple(flip.status() for flip in state.flips),
         traffic=tuple(
             pool.traffic.report(
-                model, lambda name: _emitted(state, name), max(state.cluster.queues[model].backlog.tokens, 0), state.now
+                model, lambda name: _emitted(state, name), max(state.cluster.queues[model].line.tokens, 0), state.now
             )
             for model, pool in state.cluster.pools.items()
         ),

@@ -29,7 +29,7 @@ def schedule_metrics(registry: MetricsRegistry, core: Callable[[], State], clock
     def oldest() -> Iterator[tuple[Labels, float]]:
         now = clock()
         for model, queue in core().cluster.queues.items():
-            since = queue.oldest_since()
+            since = queue.line.oldest_since()
             for name in {**core().limits.priority_classes, **since}:
                 yield (model, name or RESUMED), max(now - since.get(name, now), 0.0)
 

@@ -23,9 +23,9 @@ class ServedTenant(NamedTuple):
 def services(queue: WaitQueue, now: float) -> list[ServedTenant]:
     """The service to tenants that were served lately, or that wait."""
     found = []
-    for path in queue.backlog.tenants():
-        tenant = queue.backlog.tenant(path, now)
-        cost_per_s, waiting = tenant.cost.per_s(now), len(tenant.requests)
+    for path in {**queue.served, **queue.line.tenants}:
+        served = queue.served.get(path)
+        cost_per_s, waiting = served.per_s(now) if served else 0.0, queue.line.waiting(path)
         if waiting or cost_per_s >= 0.01:
             priority_class, organisation, user = path
             found.append(ServedTenant(priority_class, organisation, user, cost_per_s, waiting))

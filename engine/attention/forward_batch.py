@@ -63,7 +63,6 @@ class ForwardBatch:
 
     @property
     def is_decode(self) -> bool:
-        """Returns whether each sequence has one row."""
         return max(self.counts) == 1
 
 

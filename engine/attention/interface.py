@@ -10,8 +10,6 @@ from engine.attention.forward_batch import ForwardBatch
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The arguments with which a layer calls its attention."""
-
     window: int | None  # a token sees itself and `window - 1` before it; None: all
     scaling: float | None  # the factor on scores; None: head_dim ** -0.5
     softcap: float | None  # scores are bounded by `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118)
@@ -19,8 +17,6 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Sequences with equally many rows, attended at once."""
-
     rows: torch.Tensor  # [sequences, rows] of the packed batch
     tables: torch.Tensor  # [sequences, blocks]
     positions: torch.Tensor  # [sequences, rows]
@@ -49,14 +45,3 @@ class AttentionBackend(Protocol):
 
     def read(self, layer: int, call: AttentionCall, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         """Causal attention of q [tokens, heads, head_dim] over what the pool has for their sequences; of q's shape."""
-
-    def attend(
-        self,
-        layer: int,
-        call: AttentionCall,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        """`write`, then `read`."""

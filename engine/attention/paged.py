@@ -116,7 +116,8 @@ def paged_attention(
     layer = module.layer_idx
     assert isinstance(layer, int)
     q, k, v = (one[0].transpose(0, 1) for one in (query, key, value))
-    return current.backend.attend(layer, call, q, k, v, current.metadata)[None], None
+    current.backend.write(layer, k, v, current.metadata)
+    return current.backend.read(layer, call, q, current.metadata)[None], None
 
 
 def _examined_mask(q_length: int, kv_length: int, mask_function: MaskRule, **_: Any) -> torch.Tensor:

@@ -15,8 +15,6 @@ _SCORES_MAX: Final = 1 << 25  # at once: 128 MiB
 
 
 class TorchAttention:
-    """An `AttentionBackend`."""
-
     name = "torch"
 
     def __init__(self, pool: torch.Tensor) -> None:
@@ -49,18 +47,6 @@ class TorchAttention:
                 attended = _attend(q[part], keys, values, positions, call)
                 out.index_copy_(0, part.reshape(-1), attended.flatten(0, 1).to(out.dtype))
         return out
-
-    def attend(
-        self,
-        layer: int,
-        call: AttentionCall,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        self.write(layer, k, v, metadata)
-        return self.read(layer, call, q, metadata)
 
     def _gather(self, layer: int, group: RowGroup) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V [sequences, tokens, kv_heads, head_dim] in float32; zeros where nothing was written yet."""

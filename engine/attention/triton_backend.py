@@ -27,8 +27,6 @@ def tile_sizes(dim_pad: int, number_bytes: int, shared_bytes: int) -> tuple[int,
 
 
 class TritonAttention:
-    """An `AttentionBackend`."""
-
     name = "triton"
 
     def __init__(self, pool: torch.Tensor) -> None:
@@ -83,18 +81,6 @@ class TritonAttention:
             self.v_distance, HEADS=q.shape[1], ROWS=self.rows, **sizes, **of_keys,
         )  # fmt: skip
         return out
-
-    def attend(
-        self,
-        layer: int,
-        call: AttentionCall,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        self.write(layer, k, v, metadata)
-        return self.read(layer, call, q, metadata)
 
     def _decode(
         self, layer: int, q: torch.Tensor, batch: ForwardBatch, shared: tuple[Any, ...], sizes: dict[str, int],

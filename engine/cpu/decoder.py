@@ -135,7 +135,6 @@ class CpuDecoder:
 
     @contextmanager
     def checked(self, window: int | None, offset: int) -> Iterator[None]:
-        """`Runner.checked`."""
         saved, self._offset = [layer.window for layer in self._layers], offset
         for layer in self._layers:
             layer.window = window if window and layer.window else layer.window

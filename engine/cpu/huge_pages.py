@@ -24,7 +24,6 @@ class HugePages:
         self._used = 0
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a contiguous copy in huge pages."""
         found = self._empty(tuple(tensor.shape), tensor.dtype)
         found.copy_(tensor)
         return found

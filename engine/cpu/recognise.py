@@ -39,7 +39,7 @@ _LAYERS: dict[frozenset[str], tuple[str | None, str | None, str | None, str | No
 
 
 class NotRecognised(Exception):
-    """The model has another shape."""
+    pass
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,6 @@ class LayerParts:
     rotary: int  # index of its table of cosines and sines; -1: no rotary embedding
 
     def is_plain(self, head_dim: int) -> bool:
-        """Returns whether this layer meets the condition of `ModelParts.is_plain`."""
         pre_normed = self.attention_norm is not None and self.mlp_norm is not None
         post_normed = self.attention_out_norm is not None or self.mlp_out_norm is not None
         by_head = all(norm is None or norm.numel() == head_dim for norm in (self.query_norm, self.key_norm))

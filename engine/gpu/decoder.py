@@ -44,7 +44,6 @@ class Decoder:
 
     @contextmanager
     def checked(self, window: int | None, offset: int) -> Iterator[None]:
-        """`Runner.checked`."""
         saved, weights = self._calls, self.weights
         self._calls = [replace(call, window=window) if window and call.window else call for call in saved]
         self.weights = replace(weights, cosine=weights.cosine[offset:], sine=weights.sine[offset:])

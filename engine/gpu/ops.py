@@ -4,6 +4,7 @@ from typing import Protocol
 
 import torch
 
+from engine import triton_launch
 from engine.attention.interface import AttentionBackend, AttentionMetadata
 from engine.attention.torch_backend import TorchAttention
 from engine.cpu.recognise import ACTIVATIONS
@@ -59,6 +60,14 @@ class TorchOps:
     def activate(self, gate_up: torch.Tensor, activation: int) -> torch.Tensor:
         gate, up = gate_up.float().chunk(2, dim=-1)
         return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+
+
+def make_ops(pool: torch.Tensor) -> Ops:
+    """Triton's operations. Plain torch would gather the longest context for each row of a decode step. Raises KernelFailed."""
+    triton_launch.prepare()
+    from engine.gpu.triton_ops import TritonOps  # only here: it cannot be imported without Triton
+
+    return TritonOps(pool)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

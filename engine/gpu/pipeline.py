@@ -26,8 +26,6 @@ DEPTH: Final = 2
 
 @dataclass(frozen=True)
 class _Step:
-    """A step under way."""
-
     states: tuple[SamplerState, ...]
     tokens: torch.Tensor  # [2, rows] on the host: tokens, and whether their logits were finite
     logprobs: torch.Tensor | None  # of `top_logprobs`, on the host; None: not wanted
@@ -35,8 +33,6 @@ class _Step:
 
 
 class GpuPipeline:
-    """A `DecodePipeline`."""
-
     def __init__(self, decoder: Decoder, pool: torch.Tensor, context_tokens: int, rows_max: int) -> None:
         """`rows_max`: the most sequences at once."""
         self._decoder = decoder

@@ -16,8 +16,6 @@ _WARM_UP_TOKENS: Final = (1, 2, 64, 128, 1024, 1088)  # 1, 2, 16 and 17 tiles of
 
 
 class GpuRunner:
-    """A `Runner`."""
-
     is_batch_invariant = False  # the products of the vendor's library round by the number of rows
 
     def __init__(

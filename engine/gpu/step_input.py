@@ -108,7 +108,6 @@ class StepInput:
         return StepShape(count, joins, samples, filters, len(adjusted), int(self._logprobs[slots].max()))
 
     def forget(self) -> None:
-        """Free all slots."""
         self._release(())
 
     def _check(self, rows: Sequence[DecodeRow]) -> None:

@@ -13,8 +13,6 @@ _ACTIVATED_AT_ONCE = 1024
 
 
 class TritonOps:
-    """An `Ops`."""
-
     def __init__(self, pool: torch.Tensor) -> None:
         self.attention = TritonAttention(pool)
 

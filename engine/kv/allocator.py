@@ -37,7 +37,6 @@ class BlockPool:
         return [self.free.pop() for _ in range(count)]
 
     def hold(self, block: int) -> None:
-        """Record that one more allocator holds this block."""
         self.prefixes.hold(block)
         self.holders[block] = self.holders.get(block, 0) + 1
 
@@ -142,11 +141,9 @@ class BlockAllocator:
             self.pool.free += self._prefixes.end(last)
 
     def tick(self, now: float) -> None:
-        """Set the current time, in seconds."""
         self._prefixes.idle.now = now
 
     def knows(self, hash_: bytes) -> bool:
-        """Whether a block stands for it."""
         return hash_ in self._prefixes
 
     def take_changes(self, most: int) -> tuple[bytes, bytes]:

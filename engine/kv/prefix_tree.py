@@ -81,7 +81,6 @@ class PrefixTree:
         self._followers.remove(changes)
 
     def longest(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest known prefix of this chain."""
         blocks: list[int] = []
         before: _Node | None = None
         for hash_ in hashes:
@@ -113,7 +112,6 @@ class PrefixTree:
             parent = node
 
     def hold(self, block: int) -> None:
-        """Somebody holds this block (again)."""
         self.idle.discard(block)
 
     def release(self, block: int, returns: Returns | None) -> bool:

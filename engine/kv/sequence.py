@@ -30,7 +30,6 @@ class SequenceBlocks:
 
     @property
     def room(self) -> int:
-        """Blocks that can be had."""
         return self._allocator.free_count + self._allocator.cached_count
 
     def append_slot(self) -> BlockCopy | None:

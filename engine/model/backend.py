@@ -18,8 +18,8 @@ from engine.cpu.library import KernelsUnavailable, load_kernels
 from engine.cpu.recognise import ModelParts, NotRecognised, recognise
 from engine.cpu.weights import round_weights
 from engine.engine import Engine, ModelInfo, Runner
-from engine.gpu.choose import make_ops
 from engine.gpu.memory import GpuShare, measure
+from engine.gpu.ops import make_ops
 from engine.gpu.runner import GpuRunner
 from engine.gpu.weights import DecoderWeights, fuse
 from engine.model import selfcheck

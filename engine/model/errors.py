@@ -4,8 +4,6 @@ from proto.errors import BadOption
 
 
 class ModelUnsupported(BadOption):
-    """This model or these settings cannot be served."""
-
     option = "--model"
 
 
@@ -16,8 +14,6 @@ class WeightsUnsupported(ModelUnsupported):
 
 
 class GpuUnsupported(ModelUnsupported):
-    """The GPU is too old."""
-
     option = "--device"
 
 

@@ -39,8 +39,7 @@ def error_body(error: ApiError, request_id: str) -> Json:
 class MessagesAnswer(ChatAnswer):
     def __init__(self, prepared: Prepared, tokenizer: ModelTokenizer, head: Head) -> None:
         super().__init__(prepared, tokenizer, head)
-        self._blocks: list[Json] = []
-        """The blocks in order; the last may be open."""
+        self._blocks: list[Json] = []  # The blocks in order; the last may be open
         self._open = False
         self._stopped: Json = {"stop_reason": None, "stop_sequence": None}
 

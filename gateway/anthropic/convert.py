@@ -5,8 +5,7 @@ from typing import Any, Final
 import msgspec
 
 from gateway.anthropic.types import CountRequest, MessagesRequest, OutputConfig, OutputFormat
-from gateway.http.errors import bad_value
-from gateway.http.renamed import renamed
+from gateway.http.errors import bad_value, renamed
 from gateway.openai.request_types import PARTS_MAX, ChatRequest, validate
 
 Json = dict[str, Any]
@@ -18,8 +17,7 @@ NAMES: Final = {
     "reasoning_effort": "output_config.effort",
     r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
     r"(tools\[\d+\])\.function": r"\1",
-}
-"""Maps fields of a chat request to the fields of this API from which they are made."""
+}  # Maps fields of a chat request to the fields of this API from which they are made
 _SAME: Final = ("model", "temperature", "top_p", "top_k", "stream")
 _TOOL_FIELDS: Final = {"type", "name", "description", "input_schema", "strict"}
 _TOOL_HINTS: Final = {
@@ -27,11 +25,9 @@ _TOOL_HINTS: Final = {
     "eager_input_streaming": bool,
     "defer_loading": bool,
     "input_examples": list,
-}
-"""Fields that are checked, and have no effect: each tool is shown to the model, and its arguments are streamed as they come."""
+}  # checked, without effect: each tool is shown, and its arguments are streamed as they come
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
-_EFFORTS: Final = {"disabled": "none", "enabled": "high"}
-"""The effort that `thinking` stands for. Anthropic's own is high."""
+_EFFORTS: Final = {"disabled": "none", "enabled": "high"}  # what `thinking` stands for; Anthropic's own is high
 _REFUSED: Final = {
     "image": "images are not supported: this server reads text",
     "document": "documents are not supported: send their text",

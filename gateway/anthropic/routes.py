@@ -7,7 +7,7 @@ from starlette.responses import Response
 from gateway.anthropic.answer import MessagesAnswer
 from gateway.anthropic.convert import NAMES, as_chat
 from gateway.anthropic.types import NEUTRAL_ONLY, CountRequest, MessagesRequest
-from gateway.http.renamed import renamed
+from gateway.http.errors import renamed
 from gateway.openai.answers import Head
 from gateway.openai.call import Call, route
 from gateway.openai.forms import Chat

@@ -5,7 +5,6 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from gateway.http.bounds import FIELDS_MAX, AnyObject, MaxItems, MaxKeys, Text
-from gateway.openai.not_served import Neutral
 from gateway.openai.request_types import (
     MESSAGES_MAX,
     PARTS_MAX,
@@ -13,6 +12,7 @@ from gateway.openai.request_types import (
     STOPS_MAX,
     TOOLS_MAX,
     Hint,
+    Neutral,
     RequestType,
 )
 from proto import limits

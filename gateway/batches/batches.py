@@ -10,16 +10,15 @@ import msgspec
 
 from gateway.batches import files
 from gateway.batches.lines import parse_line, unanswered
-from gateway.batches.store import new_id, row_of
+from gateway.batches.store import insert, new_id
+from gateway.batches.types import CreateBatchRequest, window_h
 from gateway.http.errors import ApiError
 
-OPEN_MAX: Final = 100
-"""Batches of one tenant that have not ended."""
-AT_ONCE: Final = 4
-"""Batches of one tenant that run at the same time: its oldest."""
-_OPEN: Final = f"""
-SELECT * FROM (SELECT *, row_number() OVER (PARTITION BY tenant ORDER BY id) AS place FROM batches
-WHERE ended_s IS NULL) WHERE place <= {AT_ONCE} ORDER BY id
+OPEN_MAX: Final = 100  # Batches of one tenant that have not ended
+AT_ONCE: Final = 4  # Batches of one tenant that run at the same time: its oldest
+_OPEN: Final = """
+SELECT * FROM batches AS one WHERE ended_s IS NULL AND ? >
+(SELECT COUNT(*) FROM batches WHERE tenant = one.tenant AND ended_s IS NULL AND id < one.id) ORDER BY id
 """
 _LEFT: Final = """
 SELECT number FROM lines WHERE file_id = ? AND is_request AND number NOT IN (SELECT number FROM results WHERE batch_id = ?)
@@ -81,19 +80,9 @@ class Batch:
         }
 
 
-@dataclass(frozen=True)
-class WantedBatch:
-    """A batch as a client asks for it."""
-
-    input_file_id: str
-    endpoint: str
-    completion_window: str
-    window_s: int
-    metadata: dict[str, str] | None
-    keep_s: int
-
-
-def create(db: sqlite3.Connection, tenant: str, wanted: WantedBatch, now: float, most: int) -> Batch:
+def create(
+    db: sqlite3.Connection, tenant: str, wanted: CreateBatchRequest, keep_s: int, now: float, most: int
+) -> Batch:
     """Raises `ApiError`."""
     file = files.get(db, tenant, wanted.input_file_id, "input_file_id")
     if file.batch_id is not None:
@@ -106,29 +95,25 @@ def create(db: sqlite3.Connection, tenant: str, wanted: WantedBatch, now: float,
         raise ApiError(429, message, code="too_many_batches", retry_after_s=60.0)
     token, created_s = new_id(now), int(now)
     batch_id, results = f"batch_{token}", (f"file-{token}-output", f"file-{token}-errors")
-    db.execute(
-        "INSERT INTO batches (id, tenant, input_file_id, endpoint, completion_window, status, metadata, created_s, expires_s,"
-        " keep_s, output_file_id, error_file_id) VALUES (?, ?, ?, ?, ?, 'validating', ?, ?, ?, ?, ?, ?)",
-        (
-            batch_id,
-            tenant,
-            wanted.input_file_id,
-            wanted.endpoint,
-            wanted.completion_window,
-            msgspec.json.encode(wanted.metadata),
-            created_s,
-            created_s + wanted.window_s,
-            wanted.keep_s,
-            *results,
-        ),
+    expires_s = created_s + window_h(wanted.completion_window) * 3600
+    insert(
+        db,
+        "batches",
+        id=batch_id,
+        tenant=tenant,
+        **wanted.model_dump(include={"input_file_id", "endpoint", "completion_window"}),
+        status="validating",
+        metadata=msgspec.json.encode(wanted.metadata),
+        created_s=created_s,
+        expires_s=expires_s,
+        keep_s=keep_s,
+        output_file_id=results[0],
+        error_file_id=results[1],
     )
     for is_errors, file_id in enumerate(results):
-        name = f"{batch_id}_{'errors' if is_errors else 'output'}.jsonl"
-        db.execute(
-            "INSERT INTO files (id, tenant, name, is_ready, batch_id, is_errors, created_s, expires_s)"
-            " VALUES (?, ?, ?, 0, ?, ?, ?, ?)",
-            (file_id, tenant, name, batch_id, is_errors, created_s, created_s + wanted.window_s + wanted.keep_s),
-        )
+        name, until_s = f"{batch_id}_{'errors' if is_errors else 'output'}.jsonl", expires_s + keep_s
+        of_batch = {"tenant": tenant, "batch_id": batch_id, "is_errors": is_errors, "is_ready": 0}
+        insert(db, "files", id=file_id, name=name, created_s=created_s, expires_s=until_s, **of_batch)
     return get(db, tenant, batch_id)
 
 
@@ -137,7 +122,7 @@ def get(db: sqlite3.Connection, tenant: str, batch_id: str, param: str = "batch_
     row = db.execute("SELECT * FROM batches WHERE id = ? AND tenant = ?", (batch_id, tenant)).fetchone()
     if row is None:
         raise ApiError(404, f"There is no batch {batch_id[:100]!r}.", code="batch_not_found", param=param)
-    return Batch(**row_of(row))
+    return Batch(**row)
 
 
 def listed(db: sqlite3.Connection, tenant: str, after: str, limit: int) -> list[Batch]:
@@ -145,7 +130,7 @@ def listed(db: sqlite3.Connection, tenant: str, after: str, limit: int) -> list[
     start = "AND id < ?" if after else ""
     values = [tenant, get(db, tenant, after, "after").id] if after else [tenant]
     query = f"SELECT * FROM batches WHERE tenant = ? {start} ORDER BY id DESC LIMIT ?"
-    return [Batch(**row_of(row)) for row in db.execute(query, (*values, limit))]
+    return [Batch(**row) for row in db.execute(query, (*values, limit))]
 
 
 def cancel(db: sqlite3.Connection, tenant: str, batch_id: str, now: int) -> Batch:
@@ -164,12 +149,7 @@ def cancel(db: sqlite3.Connection, tenant: str, batch_id: str, now: int) -> Batc
 
 def open_batches(db: sqlite3.Connection) -> list[Batch]:
     """Those of all tenants that are to be worked on."""
-    found = []
-    for row in db.execute(_OPEN):
-        fields = row_of(row)
-        del fields["place"]
-        found.append(Batch(**fields))
-    return found
+    return [Batch(**row) for row in db.execute(_OPEN, (AT_ONCE,))]
 
 
 def input_lines(db: sqlite3.Connection, batch: Batch, after: int, bytes_most: int) -> list[tuple[int, bytes]]:

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gateway.batches.store import new_id, row_of
+from gateway.batches.store import insert, new_id
 from gateway.http.errors import ApiError, bad_value
 
-FILE_COST_BYTES: Final = 16 << 10
-"""Bytes that each file and each batch adds to its tenant's usage, besides its content. This bounds their number too."""
-UPLOAD_S: Final = 3600
-"""Seconds. An upload that has not ended by then was cut off because its gateway was killed."""
-Line = tuple[int, bool, bytes]
-"""Its number, whether it is a request (or blank), and its bytes with the end of the line."""
+FILE_COST_BYTES: Final = 16 << 10  # of each file and each batch, besides its content; this bounds their number, too
+UPLOAD_S: Final = 3600  # Seconds. An upload that has not ended by then was cut off because its gateway was killed.
+Line = tuple[int, bool, bytes]  # Its number, whether it is a request (or blank), and its bytes with the end of the line
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,8 @@ def begin(db: sqlite3.Connection, tenant: str, name: str, now: float, most: int)
     """A file that is being uploaded. Raises `ApiError`."""
     check_room(db, tenant, FILE_COST_BYTES, most)
     file_id = f"file-{new_id(now)}"
-    db.execute(
-        "INSERT INTO files (id, tenant, name, is_ready, created_s, expires_s) VALUES (?, ?, ?, 0, ?, ?)",
-        (file_id, tenant, name, int(now), int(now) + UPLOAD_S),
+    insert(
+        db, "files", id=file_id, tenant=tenant, name=name, is_ready=0, created_s=int(now), expires_s=int(now) + UPLOAD_S
     )
     return file_id
 
@@ -90,7 +86,7 @@ def get(db: sqlite3.Connection, tenant: str, file_id: str, param: str = "file_id
     row = db.execute("SELECT * FROM files WHERE id = ? AND tenant = ? AND is_ready", (file_id, tenant)).fetchone()
     if row is None:
         raise ApiError(404, f"There is no file {file_id[:100]!r}.", code="file_not_found", param=param)
-    return File(**row_of(row))
+    return File(**row)
 
 
 def listed(db: sqlite3.Connection, tenant: str, after: str, limit: int, newest_first: bool, purpose: str) -> list[File]:
@@ -102,7 +98,7 @@ def listed(db: sqlite3.Connection, tenant: str, after: str, limit: int, newest_f
     if purpose and not kind:
         raise bad_value("purpose", "Invalid value for 'purpose': it must be 'batch' or 'batch_output'.")
     query = f"SELECT * FROM files WHERE tenant = ? AND is_ready {start} {kind} ORDER BY id {order}"
-    return [File(**row_of(row)) for row in db.execute(f"{query} LIMIT ?", (*values, limit))]
+    return [File(**row) for row in db.execute(f"{query} LIMIT ?", (*values, limit))]
 
 
 def delete(db: sqlite3.Connection, tenant: str, file_id: str) -> None:
@@ -155,5 +151,5 @@ def prune(db: sqlite3.Connection, now: int, most: int) -> int:
         (now, most),
     ).fetchall()
     for row in expired:
-        discard(db, File(**row_of(row)))
+        discard(db, File(**row))
     return len(expired)

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 @dataclass
 class _Batch:
     tenant: str
-    left: deque[int]
-    """Numbers of lines that neither run nor have a result."""
-    window: int
-    """How many may run at once."""
+    left: deque[int]  # Numbers of lines that neither run nor have a result
+    window: int  # How many may run at once
     running: int = 0
     not_before: float = 0.0
 
@@ -27,8 +25,7 @@ class LineQueue:
         self.lines_max = lines_max
         self.running = 0
         self._batches: dict[str, _Batch] = {}
-        self._tenants: OrderedDict[str, list[str]] = OrderedDict()
-        """Tenant → its batches, the oldest first. The tenant whose turn it is stands first."""
+        self._tenants: OrderedDict[str, list[str]] = OrderedDict()  # batches, oldest first; the tenant in turn first
 
     def __contains__(self, batch_id: str) -> bool:
         return batch_id in self._batches

@@ -13,8 +13,7 @@ from gateway.http.encoding import encode
 from gateway.http.errors import ApiError, bad_value
 
 LINES_MAX: Final = 50_000
-ERRORS_MAX: Final = 100
-"""Most errors of one batch; its check ends with the last of these."""
+ERRORS_MAX: Final = 100  # Most errors of one batch; its check ends with the last of these
 _CUSTOM_ID_CHARS_MAX: Final = 512
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 
@@ -95,8 +94,7 @@ class LineChecker:
         """`check_model` raises `ApiError` for a model that is not served."""
         self._endpoint = endpoint
         self._check_model = check_model
-        self._first_lines: dict[str, int] = {}
-        """The first line with each custom_id."""
+        self._first_lines: dict[str, int] = {}  # The first line with each custom_id
         self.errors: list[dict[str, Any]] = []
 
     @property

@@ -6,23 +6,19 @@ from typing import Final
 
 from starlette.responses import Response, StreamingResponse
 
-from gateway.backend import ClientLeft
 from gateway.batches import batches, files
-from gateway.batches.batches import WantedBatch
 from gateway.batches.files import File
-from gateway.batches.service import BatchService, service_of
-from gateway.batches.types import CreateBatchRequest, listed, window_h
+from gateway.batches.store import BatchService, service_of
+from gateway.batches.types import CreateBatchRequest, listed
 from gateway.batches.upload import PIECE_BYTES, upload
 from gateway.http.encoding import JsonResponse
-from gateway.http.errors import ApiError, bad_value
-from gateway.http.json_text import parse_json
+from gateway.http.errors import bad_value
 from gateway.openai.call import Call, route
 from gateway.openai.request_types import validate
 from runtime.process import clock
 
 _LIMIT_MAX_FILES = 10_000
-_FILES_PAGE_MAX = 1_000
-"""More are on the next page, whatever the limit."""
+_FILES_PAGE_MAX = 1_000  # More are on the next page, whatever the limit
 _LIMIT_MAX_BATCHES = 100
 
 
@@ -35,11 +31,8 @@ async def _entered(call: Call) -> BatchService:
 
 async def upload_file(call: Call) -> Response:
     service = await _entered(call)
-    try:
-        gateway = call.gateway
-        file = await upload(call.request, service, gateway.intake, gateway.threads, call.tenant, call.owner)
-    except ClientLeft:
-        raise ApiError(408, "The client left.", code="request_timeout") from None
+    gateway = call.gateway
+    file = await upload(call.request, service, gateway.intake, gateway.threads, call.tenant, call.owner)
     return JsonResponse(file.shown())
 
 
@@ -51,77 +44,66 @@ async def list_files(call: Call) -> Response:
     if order not in ("asc", "desc"):
         raise bad_value("order", "Invalid value for 'order': it must be 'asc' or 'desc'.")
     after, purpose = query.get("after", ""), query.get("purpose", "")
-    found = await service.read(files.listed, call.tenant, after, most + 1, order == "desc", purpose)
+    found = await service.store.read(files.listed, call.tenant, after, most + 1, order == "desc", purpose)
     return JsonResponse(listed([file.shown() for file in found], most))
 
 
 async def get_file(call: Call) -> Response:
     service = await _entered(call)
-    file = await service.read(files.get, call.tenant, call.request.path_params["file_id"])
+    file = await service.store.read(files.get, call.tenant, call.request.path_params["file_id"])
     return JsonResponse(file.shown())
 
 
 async def delete_file(call: Call) -> Response:
     service = await _entered(call)
     file_id = call.request.path_params["file_id"]
-    await service.write(files.delete, call.tenant, file_id)
+    await service.store.write_soon(files.delete, call.tenant, file_id)
     return JsonResponse({"id": file_id, "object": "file", "deleted": True})
 
 
 async def get_content(call: Call) -> Response:
     service = await _entered(call)
-    file = await service.read(files.get, call.tenant, call.request.path_params["file_id"])
+    file = await service.store.read(files.get, call.tenant, call.request.path_params["file_id"])
     headers = {"Content-Length": str(file.bytes)}
     return StreamingResponse(_pieces(service, file), headers=headers, media_type="application/jsonl")
 
 
 async def _pieces(service: BatchService, file: File) -> AsyncIterator[bytes]:
-    number, data = await service.read(files.content, file, 0, PIECE_BYTES)
+    number, data = await service.store.read(files.content, file, 0, PIECE_BYTES)
     while data:
         yield data
-        number, data = await service.read(files.content, file, number, PIECE_BYTES)
+        number, data = await service.store.read(files.content, file, number, PIECE_BYTES)
 
 
 async def create_batch(call: Call) -> Response:
-    service = await _entered(call)
-    try:
-        async with call.gateway.intake.body(call.request, call.owner) as body:
-            read = partial(_read, body)
-            asked = await call.gateway.threads.run(call.owner, len(body), read)
-    except ClientLeft:
-        raise ApiError(408, "The client left.", code="request_timeout") from None
+    service = service_of(call.request)
+    asked = await call.parsed(partial(validate, CreateBatchRequest, neutral={}))
     keep_s = service.keep_s
     if asked.output_expires_after is not None:
         keep_s = min(keep_s, asked.output_expires_after.seconds)
-    window = asked.completion_window
-    wanted = WantedBatch(asked.input_file_id, asked.endpoint, window, window_h(window) * 3600, asked.metadata, keep_s)
     most = service.tenant_bytes_max
-    batch = await service.write(batches.create, call.tenant, wanted, clock.unix_time(), most)
+    batch = await service.store.write_soon(batches.create, call.tenant, asked, keep_s, clock.unix_time(), most)
     service.wake()
     return JsonResponse(batch.shown())
-
-
-def _read(body: bytes) -> CreateBatchRequest:
-    return validate(CreateBatchRequest, parse_json(body), {})
 
 
 async def list_batches(call: Call) -> Response:
     service = await _entered(call)
     most = _limit(call, 20, _LIMIT_MAX_BATCHES)
-    found = await service.read(batches.listed, call.tenant, call.request.query_params.get("after", ""), most + 1)
+    found = await service.store.read(batches.listed, call.tenant, call.request.query_params.get("after", ""), most + 1)
     return JsonResponse(listed([batch.shown() for batch in found], most))
 
 
 async def get_batch(call: Call) -> Response:
     service = await _entered(call)
-    batch = await service.read(batches.get, call.tenant, call.request.path_params["batch_id"])
+    batch = await service.store.read(batches.get, call.tenant, call.request.path_params["batch_id"])
     return JsonResponse(batch.shown())
 
 
 async def cancel_batch(call: Call) -> Response:
     service = await _entered(call)
     batch_id = call.request.path_params["batch_id"]
-    batch = await service.write(batches.cancel, call.tenant, batch_id, int(clock.unix_time()))
+    batch = await service.store.write_soon(batches.cancel, call.tenant, batch_id, int(clock.unix_time()))
     service.wake()
     return JsonResponse(batch.shown())
 

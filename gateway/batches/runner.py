@@ -20,11 +20,10 @@ from gateway.batches import batches, files
 from gateway.batches.batches import Batch
 from gateway.batches.line_queue import LineQueue
 from gateway.batches.lines import ERRORS_MAX, BatchLine, LineChecker, parse_line, result, unanswered
-from gateway.batches.metrics import BatchMetrics
-from gateway.batches.service import BatchService
-from gateway.batches.store import StoreError
+from gateway.batches.store import BatchService, StoreError
 from gateway.http.errors import ApiError
 from gateway.http.request_log import RequestInfo
+from gateway.metrics import BatchMetrics
 from gateway.openai.context import Gateway
 from gateway.openai.generate import Api, answer_offline
 from gateway.openai.routes_generate import CHAT, COMPLETIONS
@@ -35,19 +34,14 @@ from runtime.process.driver import cancelled, watched
 from runtime.storage.lock_file import is_at, lock_of, open_lock
 
 _log = log.get("crossdock.batches")
-POLL_S: Final = 1.0
-"""Seconds between two checks for batches that were sent to another gateway, and for waiting lines."""
-_PUT_BACK_S_MAX: Final = 60.0
-"""A line that is to wait longer tries once in a while: limits may have been raised."""
+POLL_S: Final = 1.0  # Seconds between two checks for batches that were sent to another gateway, and for waiting lines
+_PUT_BACK_S_MAX: Final = 60.0  # A line that is to wait longer tries once in a while: limits may have been raised
 _STORE_FAILED_S: Final = 5.0
-_TRIES_MAX: Final = 3
-"""The most tries of a line whose workers are lost repeatedly."""
+_TRIES_MAX: Final = 3  # The most tries of a line whose workers are lost repeatedly
 _CHECK_BYTES: Final = 1 << 20
 _PRUNE_S: Final = 600.0
-_PRUNE_MAX: Final = 4
-"""Files deleted in one transaction."""
-_EXPIRE_MAX: Final = 500
-"""Lines that get the result that they have expired, in one transaction."""
+_PRUNE_MAX: Final = 4  # Files deleted in one transaction
+_EXPIRE_MAX: Final = 500  # Lines that get the result that they have expired, in one transaction
 _DEADLINE_MS_MAX: Final = 86_400_000.0
 
 
@@ -86,8 +80,7 @@ class BatchRunner:
         self._lock = RunnerLock(str(service.store.path))
         self._queue = LineQueue(lines_max)
         self._batches: dict[str, Batch] = {}
-        self._tasks: dict[asyncio.Task[None], str] = {}
-        """Checks and lines under way, each with its batch."""
+        self._tasks: dict[asyncio.Task[None], str] = {}  # Checks and lines under way, each with its batch
         self._tries: Counter[tuple[str, int]] = Counter()
         self._prune_at = 0.0
         self._time = clock.SettledTime()

@@ -5,29 +5,30 @@ power. Several gateways of one host may use the same file; SQLite's own locks ke
 """
 
 import asyncio
-import fcntl
-import os
 import secrets
 import sqlite3
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
+from filelock import FileLock
+from starlette.requests import Request
+
+from gateway.http.errors import ApiError
 from proto.errors import CrossdockError
 from runtime.process import clock
-from runtime.storage.lock_file import network_file_system, open_lock
+from runtime.storage.lock_file import network_file_system
 from runtime.storage.private_file import make_private
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _BUSY_TIMEOUT_S: Final = 10.0
-SOON_S: Final = 2.0
-"""A client's request waits so long for its turn at the file."""
-_TRY_AGAIN_S: Final = 0.02
+DAY_S: Final = 86_400
+FILE_BYTES_MAX: Final = 64 << 20
+SOON_S: Final = 2.0  # A client's request waits so long for its turn at the file
 _VERSION: Final = 1
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS files (
@@ -141,7 +142,8 @@ class Store:
         make_private(self.path)
         if kind := network_file_system(self.path.resolve().parent):
             raise StoreError(f"{self.path} is on {kind}, a network file system, whose locks may be lost")
-        with _alone(Path(f"{self.path}.opening")):
+        # One process at a time: if two change a file to WAL at once, they fail, and SQLite's own wait for locks does not help.
+        with FileLock(f"{self.path}.opening", timeout=_BUSY_TIMEOUT_S, mode=0o600):
             self._db = self._prepared()
         # Made here, and used on the other thread only.
         self._reading_db = sqlite3.connect(self.path, timeout=SOON_S, isolation_level=None, check_same_thread=False)
@@ -200,29 +202,28 @@ def _in_transaction(db: sqlite3.Connection, begin: str, work: Callable[[sqlite3.
     return result
 
 
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock, so that only one process at a time opens the store. If two change a file to WAL at once, they
-    fail, and SQLite's own wait for locks does not help. Raises `OSError`."""
-    descriptor, until = open_lock(path), clock.now() + _BUSY_TIMEOUT_S
-    try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if clock.now() > until:
-                    raise
-                threading.Event().wait(_TRY_AGAIN_S)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def new_id(now: float) -> str:
     """Returns a new id. Later ids are greater, and ids cannot be guessed."""
     return f"{int(now * 1000):012x}{secrets.token_hex(8)}"
 
 
-def row_of(row: sqlite3.Row) -> dict[str, Any]:
-    return dict(zip(row.keys(), row, strict=True))
+def insert(db: sqlite3.Connection, table: str, **values: Any) -> None:
+    db.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})", [*values.values()])
+
+
+@dataclass
+class BatchService:
+    store: Store
+    file_bytes_max: int
+    tenant_bytes_max: int  # Bytes of all files and results of one tenant, with what each file and batch counts beside
+    keep_s: int
+    wake: Callable[[], None] = lambda: None  # Told when there is something new for the runner
+
+
+def service_of(request: Request) -> BatchService:
+    """Raises `ApiError` (404) where this gateway has none."""
+    service = request.app.state.batches
+    if not isinstance(service, BatchService):
+        message = "This gateway keeps no files and batches: it was started without --batch-db."
+        raise ApiError(404, message, code="batches_not_enabled")
+    return service

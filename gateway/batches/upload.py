@@ -6,13 +6,12 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Final
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
-from gateway.backend import ClientLeft
 from gateway.batches import files
 from gateway.batches.files import File, Line
 from gateway.batches.lines import LineCutter
-from gateway.batches.service import BatchService
+from gateway.batches.store import BatchService
 from gateway.batches.types import UploadRequest
 from gateway.http.body import Intake, check_encoding
 from gateway.http.errors import ApiError, bad_value, bare_errors
@@ -21,10 +20,8 @@ from gateway.openai.request_types import validate
 from gateway.text.tokenizer_threads import TokenizerThreads
 from runtime.process import clock
 
-PIECE_BYTES: Final = 1 << 20
-"""Bytes that are written in one transaction."""
-LINE_SLACK_BYTES: Final = 4 << 10
-"""Bytes that a line may have beside the body of its request."""
+PIECE_BYTES: Final = 1 << 20  # Bytes that are written in one transaction
+LINE_SLACK_BYTES: Final = 4 << 10  # Bytes that a line may have beside the body of its request
 _FIELD_BYTES_MAX: Final = 1 << 10
 
 logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs bytes of clients, one line for each bad form
@@ -33,27 +30,34 @@ logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # it logs byte
 async def upload(
     request: Request, service: BatchService, intake: Intake, threads: TokenizerThreads, tenant: str, owner: str
 ) -> File:
-    """Raises `ApiError` and `ClientLeft`."""
+    """Raises `ApiError` and `ClientDisconnect`."""
     boundary = boundary_of(request.headers.get("content-type", ""))
     if boundary is None:
         raise ApiError(415, "The Content-Type must be multipart/form-data.", code="unsupported_media_type")
     check_encoding(request)
     form = _Form(boundary, intake.body_bytes_max + LINE_SLACK_BYTES, service.file_bytes_max)
-    one = _Upload(form, service, tenant)
+    write, most, file_id = service.store.write_soon, service.tenant_bytes_max, ""
     with intake.bytes_held(owner, 2 * PIECE_BYTES):
         try:
             async with asyncio.timeout(intake.client_timeout_s):
                 async for data in request.stream():
                     # Not on the event loop: heads and short lines cost up to a microsecond for each byte.
                     await threads.run(owner, len(data), partial(form.feed, data))
-                    await one.store()
-            return await one.end()
+                    if form.file_name is not None and not file_id:
+                        file_id = await write(files.begin, tenant, form.file_name, clock.unix_time(), most)
+                    if form.lines_bytes >= PIECE_BYTES:
+                        await write(files.append, tenant, file_id, form.take_lines(), most)
+            asked = form.end()
+            await write(files.append, tenant, file_id, form.take_lines(), most)
+            keep_s = min(service.keep_s, asked.expires_after.seconds if asked.expires_after else service.keep_s)
+            file = await write(files.end, tenant, file_id, int(clock.unix_time()) + keep_s)
+            file_id = ""
+            return file
         except TimeoutError:
             raise ApiError(408, "The body took too long to arrive.", code="request_timeout") from None
-        except ClientDisconnect:
-            raise ClientLeft from None
         finally:
-            await one.close()
+            if file_id:  # the upload has failed
+                await write(files.give_up, file_id)
 
 
 class _Form:
@@ -64,13 +68,10 @@ class _Form:
         self._cutter = LineCutter(line_bytes_max)
         self._file_bytes_max = file_bytes_max
         self._file_bytes = 0
-        self._field: str | None = None
-        """The form's field whose value is arriving; None: the file is."""
+        self._field: str | None = None  # The form's field whose value is arriving; None: the file is
         self._fields: dict[str, bytes] = {}
-        self.file_name: str | None = None
-        """None: the file has not begun."""
-        self.lines: list[Line] = []
-        """Lines that are not stored yet."""
+        self.file_name: str | None = None  # None: the file has not begun
+        self.lines: list[Line] = []  # Lines that are not stored yet
         self.lines_bytes = 0
 
     @bare_errors
@@ -132,41 +133,3 @@ class _Form:
             else:
                 form[name] = text
         return form
-
-
-class _Upload:
-    """Writes what the form has into the store."""
-
-    def __init__(self, form: _Form, service: BatchService, tenant: str) -> None:
-        self._form = form
-        self._service = service
-        self._tenant = tenant
-        self._file_id = ""
-
-    async def store(self) -> None:
-        """Raises `ApiError`."""
-        if self._form.file_name is not None and not self._file_id:
-            work = partial(files.begin, now=clock.unix_time(), most=self._service.tenant_bytes_max)
-            self._file_id = await self._service.write(work, self._tenant, self._form.file_name)
-        if self._form.lines_bytes >= PIECE_BYTES:
-            await self._flush()
-
-    async def _flush(self) -> None:
-        most = self._service.tenant_bytes_max
-        await self._service.write(files.append, self._tenant, self._file_id, self._form.take_lines(), most)
-
-    async def end(self) -> File:
-        """Raises `ApiError`."""
-        request = self._form.end()
-        await self._flush()
-        keep_s = self._service.keep_s
-        if request.expires_after is not None:
-            keep_s = min(keep_s, request.expires_after.seconds)
-        file = await self._service.write(files.end, self._tenant, self._file_id, int(clock.unix_time()) + keep_s)
-        self._file_id = ""
-        return file
-
-    async def close(self) -> None:
-        """Delete everything that a failed upload has stored."""
-        if self._file_id:
-            await self._service.write(files.give_up, self._file_id)

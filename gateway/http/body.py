@@ -1,7 +1,7 @@
 """Reads request bodies within limits: on the number of open requests, on the bytes of one body and of all bodies, and on the
 time for one body.
 
-`fair_share` divides the totals between tenants, so that no tenant can keep the others out.
+`shares` divides the totals between tenants, so that no tenant can keep the others out.
 """
 
 import asyncio
@@ -10,16 +10,13 @@ from contextlib import asynccontextmanager, contextmanager
 from ipaddress import AddressValueError, IPv6Address
 from typing import Final
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 
-from gateway.backend import ClientLeft
-from gateway.fair_share import FairShare
 from gateway.http.errors import UNSUPPORTED_ENCODING, ApiError
+from gateway.shares import FairShare
 
-OPEN_PROMPTS_MAX: Final = 4096
-"""Prompts of generation requests that are being read or answered at once. A request counts as one until it is read."""
-BODIES_BYTES_MAX: Final = 256 << 20
-"""Bytes of all bodies that are read or prepared at once."""
+OPEN_PROMPTS_MAX: Final = 4096  # being read or answered at once; a request counts as one until it is read
+BODIES_BYTES_MAX: Final = 256 << 20  # Bytes of all bodies that are read or prepared at once
 
 
 class Slots:
@@ -72,7 +69,7 @@ class Intake:
 
     @asynccontextmanager
     async def body(self, request: Request, owner: str) -> AsyncIterator[bytes]:
-        """Reads the body and accounts for it until left. Raises `ApiError` and `ClientLeft`."""
+        """Reads the body and accounts for it until left. Raises `ApiError` and `ClientDisconnect`."""
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             message = "The Content-Type must be application/json."
@@ -96,8 +93,6 @@ class Intake:
             yield parts.pop()  # and keep none: the caller may be done with it before it leaves
         except TimeoutError:
             raise ApiError(408, "The body took too long to arrive.", code="request_timeout") from None
-        except ClientDisconnect:
-            raise ClientLeft from None
         finally:
             self._bytes.give_back(owner, held)
 

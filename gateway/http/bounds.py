@@ -9,10 +9,8 @@ from annotated_types import GroupedMetadata, MaxLen
 from pydantic import BaseModel, BeforeValidator, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-TEXT_CHARS_MAX: Final = 32 << 20
-"""Characters in one string. `--body-bytes-max` is less, as a rule."""
-FIELDS_MAX: Final = 64
-"""The most fields of an object from which the code reads only some."""
+TEXT_CHARS_MAX: Final = 32 << 20  # Characters in one string. `--body-bytes-max` is less, as a rule.
+FIELDS_MAX: Final = 64  # The most fields of an object from which the code reads only some
 
 
 @dataclass(frozen=True)
@@ -40,10 +38,8 @@ class MaxItems(MaxKeys):
 
 
 Text = Annotated[str, Field(max_length=TEXT_CHARS_MAX)]
-Ignored = Annotated[Any, BeforeValidator(lambda _: None)]
-"""A field whose value is not needed, so it is not kept."""
-AnyObject = Annotated[dict[str, Any], MaxKeys(FIELDS_MAX)]
-"""An object that code looks at."""
+Ignored = Annotated[Any, BeforeValidator(lambda _: None)]  # A field whose value is not needed, so it is not kept
+AnyObject = Annotated[dict[str, Any], MaxKeys(FIELDS_MAX)]  # An object that code looks at
 
 
 class BoundedModel(BaseModel):

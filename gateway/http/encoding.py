@@ -7,8 +7,7 @@ from starlette.responses import JSONResponse
 
 _LINE_BREAKS: Final = {"\u2028": rb"\u2028", "\u2029": rb"\u2029", "\x85": rb"\u0085"}
 """Unicode line breaks that the JSON encoder does not escape."""
-KEEP_ALIVE: Final = b": keep-alive\n\n"
-"""A comment, which clients of server-sent events ignore."""
+KEEP_ALIVE: Final = b": keep-alive\n\n"  # A comment, which clients of server-sent events ignore
 
 
 def encode(content: Any) -> bytes:

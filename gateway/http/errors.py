@@ -1,7 +1,9 @@
 """The errors of the API: OpenAI's shape, one status and one code for each case."""
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -20,8 +22,7 @@ _TYPES = {
 
 RATE_HEADERS = tuple(
     f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
-)
-"""All of those that `rate_headers` makes."""
+)  # All of those that `rate_headers` makes
 
 
 UNSUPPORTED_ENCODING: Final = "unsupported_content_encoding"
@@ -47,8 +48,7 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.rates = rates
-        self.overflow = ""
-        """The tokens of a prompt that is too long, and the model's context, in Anthropic's words."""
+        self.overflow = ""  # The tokens of a prompt that is too long, and the model's context, in Anthropic's words
 
     @property
     def type(self) -> str:
@@ -191,3 +191,21 @@ def of_failure(failure: Failure) -> ApiError:
     message = f"{words}: {failure.message}."
     rates = failure.reject.rates if failure.reject is not None else None
     return ApiError(status, message, code=code, retry_after_s=retry if status in (429, 503) else None, rates=rates)
+
+
+Names = Mapping[str, str]  # regular expressions of the chat core's parameters → prefixes of the API's own
+
+
+@contextmanager
+def renamed(names: Names) -> Iterator[None]:
+    """Has an `ApiError` name the client's own parameter. The first of `names` that matches counts."""
+    try:
+        yield
+    except ApiError as error:
+        param = error.param or ""
+        for pattern, own in names.items():
+            changed, found = re.subn(rf"^{pattern}(?![A-Za-z0-9_])", own, param)
+            if found:
+                error.param, error.message = changed, error.message.replace(f"'{param}'", f"'{changed}'")
+                break
+        raise

@@ -12,20 +12,14 @@ import msgspec
 
 from gateway.http.errors import ApiError, bad_value
 
-VALUES_BYTES_MAX: Final = 48 << 20
-"""Memory for the values of a body: 1.5 million token ids, 700,000 fractions, 600,000 strings or 100,000 fields of objects."""
+VALUES_BYTES_MAX: Final = 48 << 20  # 1.5 million token ids, 600,000 strings or 100,000 fields of objects
 _SLICE_BYTES: Final = 64 << 10
 _VALUE_BYTES: Final = 32
-_QUOTE_BYTES: Final = 24
-"""The memory of a string without its characters, counted half for each of its two quotes."""
-_OBJECT_BYTES: Final = 160
-"""The memory of an object or list."""
-_FIELD_BYTES: Final = 400
-"""The cost of a field beside its name: more than its memory, for the time that decoding takes."""
-_FRACTION_BYTES: Final = 40
-"""The cost of a decimal point, for the time that decoding its number takes."""
-_SLOW_NUMBER_BYTES: Final = VALUES_BYTES_MAX // 2_000
-"""Bytes that a number with an exponent, or of over `_LONG_DIGITS` digits, counts for the time that it may take."""
+_QUOTE_BYTES: Final = 24  # The memory of a string without its characters, counted half for each of its two quotes
+_OBJECT_BYTES: Final = 160  # The memory of an object or list
+_FIELD_BYTES: Final = 400  # The cost of a field beside its name: more than its memory, for the time that decoding takes
+_FRACTION_BYTES: Final = 40  # The cost of a decimal point, for the time that decoding its number takes
+_SLOW_NUMBER_BYTES: Final = VALUES_BYTES_MAX // 2_000  # a number with an exponent or very many digits
 _LONG_DIGITS: Final = 256
 _ALL_DIGITS_ALIKE: Final = bytes.maketrans(b"123456789.", b"0000000000")
 

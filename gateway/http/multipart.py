@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import unquote_to_bytes
 
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
@@ -13,12 +12,9 @@ from gateway.http.errors import bad_value
 _HEADERS_MAX: Final = 8
 _HEADER_BYTES_MAX: Final = 4 << 10
 _PARTS_MAX: Final = 16
-_PARAMETERS_MAX: Final = 32
-"""The most parameters of a Content-Disposition. Thousands of them would take milliseconds to parse."""
+_PARAMETERS_MAX: Final = 32  # of a Content-Disposition; thousands would take milliseconds to parse
 _BOUNDARY_CHARS_MAX: Final = 70
 _NAME_CHARS_MAX: Final = 255
-_CODINGS: Final = {"utf-8": "utf-8", "iso-8859-1": "latin-1"}
-"""Charsets of `filename*=` that RFC 5987 requires. Others are read as UTF-8: a name could name any codec of Python."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +39,7 @@ class MultipartReader:
         self._header = b""
         self._value = b""
         self._disposition = b""
-        self.is_complete = False
-        """The last boundary has come."""
+        self.is_complete = False  # The last boundary has come
         self._parser = MultipartParser(
             boundary,
             {
@@ -106,15 +101,10 @@ def _part(disposition: bytes) -> Part:
     """Raises `ApiError`."""
     if disposition.count(b";") > _PARAMETERS_MAX:
         raise bad_value(None, f"A part of the body has more than {_PARAMETERS_MAX} parameters.", "invalid_multipart")
-    # RFC 7578 forbids `filename*=`, and the parser skips it. Clients with urllib3 1 write names so that are not ASCII.
-    kind, options = parse_options_header(disposition.replace(b"filename*=", b"encoded-filename="))
+    kind, options = parse_options_header(disposition)
     name, filename = options.get(b"name"), options.get(b"filename")
     if kind != b"form-data" or name is None:
         raise bad_value(None, "A part of the body has no name.", "invalid_multipart")
-    if (encoded := options.get(b"encoded-filename")) is not None:
-        charset, _, rest = encoded.decode("latin-1").partition("'")
-        text = unquote_to_bytes(rest.partition("'")[2]).decode(_CODINGS.get(charset.lower(), "utf-8"), "replace")
-        return Part(_text(name), text[:_NAME_CHARS_MAX])
     return Part(_text(name), None if filename is None else _text(filename))
 
 

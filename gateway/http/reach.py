@@ -16,8 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.http.errors import ApiError
 from runtime.settings.addresses import is_local_name, split_authority
 
-PROXIES_MAX: Final = 32
-"""Entries of X-Forwarded-For that are looked at, from the nearest on."""
+PROXIES_MAX: Final = 32  # Entries of X-Forwarded-For that are looked at, from the nearest on
 _DEFAULT_PORTS: Final = {"http": "80", "https": "443"}
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

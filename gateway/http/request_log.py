@@ -13,11 +13,9 @@ from runtime.process import clock, log
 
 REQUEST_ID_HEADER: Final = "X-Request-Id"
 SESSION_ID_HEADER = "X-Session-Id"
-_ANTHROPIC_PATH: Final = "/v1/messages"
-"""Anthropic's clients read the id from a header of another name."""
+_ANTHROPIC_PATH: Final = "/v1/messages"  # Anthropic's clients read the id from a header of another name
 _CLIENT_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-_QUIET_PATHS: Final = frozenset({"/", "/health", "/ready", "/metrics"})
-"""Probes and scrapers ask for them every few seconds, so they are logged at the debug level."""
+_QUIET_PATHS: Final = frozenset({"/", "/health", "/ready", "/metrics"})  # probed every few seconds: logged as debug
 
 _log = log.get("crossdock.gateway.access")
 
@@ -30,23 +28,18 @@ def new_token() -> str:
 class RequestInfo:
     """The fields of one request in the access log. Times are monotonic seconds."""
 
-    client_id: str = ""
-    """The client's own `X-Request-Id`. It may not be unique, so nothing is looked up by it."""
+    client_id: str = ""  # The client's own `X-Request-Id`. It may not be unique, so nothing is looked up by it.
     token: str = field(default_factory=new_token)
-    internal_id: str = ""
-    """Unique. For a generation request it is also the `id` of the answer."""
+    internal_id: str = ""  # Unique. For a generation request it is also the `id` of the answer.
     started_at: float = field(default_factory=clock.now)
     tenant: str = ""
-    end_user: str = ""
-    """As the client names it, in `safety_identifier` or `user`."""
-    session_id: str = ""
-    """The header `X-Session-Id`."""
+    end_user: str = ""  # As the client names it, in `safety_identifier` or `user`
+    session_id: str = ""  # The header `X-Session-Id`
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     first_token_at: float | None = None
     status: int = 0
-    error: str = ""
-    """Code of the error that ended it, which may come after a 200."""
+    error: str = ""  # Code of the error that ended it, which may come after a 200
 
     def __post_init__(self) -> None:
         self.internal_id = self.internal_id or f"req-{self.token}"

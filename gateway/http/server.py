@@ -3,7 +3,7 @@
     connection ── headers ──▶ request ── body ──▶ answer ──▶ idle ──▶ …
       bytes, count, time        bytes, time         time       time
 
-`body.Intake` bounds the cost of a request once its headers are there; `EventStream` bounds how slowly a stream may be read.
+`body.Intake` bounds the cost of a request once its headers are there.
 """
 
 import asyncio
@@ -24,19 +24,13 @@ from gateway.http.errors import ApiError
 from gateway.http.request_log import REQUEST_ID_HEADER, RequestInfo
 from runtime.process.descriptors import raise_descriptor_limit
 
-HEADER_BYTES_MAX: Final = 64 << 10
-"""Bytes of the request line and all headers together."""
+HEADER_BYTES_MAX: Final = 64 << 10  # Bytes of the request line and all headers together
 HEADERS_MAX: Final = 200
-QUERY_BYTES_MAX: Final = 4 << 10
-"""Routes that list something parse the query, which would take 15 ms for 64 KiB."""
-CONNECTIONS_MAX: Final = 8_192
-"""The most connections that may be open at once; fewer if the process may open fewer files. A further connection replaces the
-one that has had no request for longest. If all have a request, the new one is closed unread."""
-QUEUED_MAX: Final = 64
-"""The most requests of one packet that wait for an earlier answer of their connection. One more closes the connection."""
+QUERY_BYTES_MAX: Final = 4 << 10  # Routes that list something parse the query, which would take 15 ms for 64 KiB
+CONNECTIONS_MAX: Final = 8_192  # a further one replaces that without a request for longest, or is closed unread
+QUEUED_MAX: Final = 64  # requests of one packet that wait for an earlier answer; one more closes the connection
 KEEP_ALIVE_S: Final = 30
-SEND_BUFFER_BYTES: Final = 256 << 10
-"""Size of the kernel's send buffer: the most that a client that reads nothing can make the kernel hold."""
+SEND_BUFFER_BYTES: Final = 256 << 10  # the most that a client that reads nothing can make the kernel hold
 _FILES_OF_OUR_OWN: Final = 256
 
 
@@ -90,8 +84,7 @@ class _Connection(HttpToolsProtocol):
 
     timeout_s: float
     connections_max: int
-    without_request: ClassVar["OrderedDict[_Connection, None]"]
-    """Connections that have not received all headers of their next request; the longest wait comes first."""
+    without_request: ClassVar["OrderedDict[_Connection, None]"]  # in headers; the longest wait first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -100,10 +93,8 @@ class _Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
         self._running: RequestResponseCycle | None = None
-        self._body_follows = False
-        """Whether a body follows headers that offer another protocol. The parser expects no body there."""
-        self._body_at: int | None = None
-        """The offset of that body in the data being read, if known."""
+        self._body_follows = False  # behind headers that offer another protocol, where the parser expects none
+        self._body_at: int | None = None  # The offset of that body in the data being read, if known
         self.without_request[self] = None
         if len(self.connections) > self.connections_max:
             given_up, _ = self.without_request.popitem(last=False)

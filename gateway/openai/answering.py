@@ -1,16 +1,18 @@
 """Events of a request's streams → one JSON answer, or server-sent events."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.backend import Backend, ClientLeft
+from gateway.backend import Backend
 from gateway.http.encoding import KEEP_ALIVE, encode
-from gateway.http.errors import ApiError, of_failure
+from gateway.http.errors import ApiError, of_failure, rate_headers
 from gateway.http.request_log import RequestInfo
 from gateway.openai.answers import Answer, ChoiceState
 from gateway.openai.forms import Form
@@ -19,8 +21,7 @@ from gateway.tools.reader import AnswerReader
 from proto.messages import RateState
 from runtime.process import clock
 
-Mismatch = Callable[[str, Any], Coroutine[Any, Any, str]]
-"""(JSON text, schema) → a description of the mismatch; empty if the text matches."""
+Mismatch = Callable[[str, Any], Coroutine[Any, Any, str]]  # (JSON text, schema) → why they do not match
 _SCORED_TOKENS = 64
 _SCORED_BYTES = 512
 """`_SCORED_BYTES` is about the size of one token's log-probabilities. An answer with those of more than `_SCORED_TOKENS`
@@ -65,56 +66,38 @@ class Answering:
     """One generation request while it is answered: its streams, their unread events, and the state of each choice. The
     answers' own lengths bound what a slow client has not read yet."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        works: Sequence[Work],
-        answer: Answer,
-        choices_each: int,
-        *,
-        continuous_usage: bool,
-        no_output: bool,
-        info: RequestInfo,
-    ) -> None:
-        """`no_output`: the one token that is drawn is not shown."""
+    def __init__(self, backend: Backend, works: Sequence[Work], answer: Answer, info: RequestInfo) -> None:
+        prepared = answer.prepared
         self.answer = answer
         self.info = info
         self.completion_tokens = 0
-        self.cached_tokens: dict[str, int] = {}
-        """Cached tokens by stream: choices of one prompt share what was computed of it."""
+        self.cached_tokens: dict[str, int] = {}  # by stream: choices of one prompt share what was computed of it
         self.unadmitted = {work.stream_id for work in works}
         self.unended = set(self.unadmitted)
         self.failed: ApiError | None = None
-        self.rates: RateState | None = None
-        """The tenant's rates, as the coordinator last reported them."""
-        self.continuous_usage = continuous_usage
-        self.no_output = no_output
+        self.rates: RateState | None = None  # The tenant's rates, as the coordinator last reported them
+        self.continuous_usage = prepared.continuous_usage
+        self.no_output = prepared.no_output
         self.checker: AnswerChecker | None = None
         self.choices = [
-            ChoiceState(number * choices_each + index, number)
+            ChoiceState(number * prepared.choices + index, number)
             for number in range(len(works))
-            for index in range(choices_each)
+            for index in range(prepared.choices)
         ]
-        self._first_choice = {work.stream_id: number * choices_each for number, work in enumerate(works)}
+        self._first_choice = {work.stream_id: number * prepared.choices for number, work in enumerate(works)}
         self._backend = backend
-        self._open = set(self.unadmitted)
-        """Streams that the backend has not ended."""
+        self._open = set(self.unadmitted)  # Streams that the backend has not ended
         self._events: list[Admitted | Deliver | Ended] = []
         self._wake = asyncio.Event()
         self._left = False
-        backend.open(works, self)
+        backend.open(works, self._put)
 
     # --- the backend and the connection -------------------------------------------------------------------------------
 
-    def put(self, event: Admitted | Deliver | Ended) -> None:
-        """Add an event of one of the streams. The backend calls this."""
+    def _put(self, event: Admitted | Deliver | Ended) -> None:
         if isinstance(event, Ended):
             self._open.discard(event.stream_id)
         self._events.append(event)
-        self._wake.set()
-
-    def nudge(self) -> None:
-        """Wake the reader, though nothing may have come."""
         self._wake.set()
 
     def leave(self) -> None:
@@ -152,14 +135,16 @@ class Answering:
                 self.unended.discard(event.stream_id)
         return delivered
 
-    async def next(self) -> list[tuple[ChoiceState, Deliver]]:
-        """Returns the deliveries since the last call, up to the first failure, which sets `failed`. After `nudge` there may be
-        none. Raises `ClientLeft`. The backend's core bounds the wait."""
+    async def next(self, most_s: float | None = None) -> list[tuple[ChoiceState, Deliver]]:
+        """Returns the deliveries since the last call, up to the first failure, which sets `failed`. After a wait of `most_s`
+        seconds there may be none. Raises `ClientDisconnect`. The backend's core bounds the wait."""
         if not self._events and not self._left:
             self._wake.clear()
-            await self._wake.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(most_s):
+                    await self._wake.wait()
         if self._left:
-            raise ClientLeft
+            raise ClientDisconnect
         events, self._events = self._events, []
         delivered = self._take(events)
         if self.checker is None:
@@ -174,7 +159,7 @@ class Answering:
 
     async def whole(self, on_thread: Callable[[int, Callable[[], bytes]], Awaitable[bytes]]) -> bytes:
         """The answer in one piece. `on_thread`: makes a long one, given about how many bytes it has. Raises `ApiError` and
-        `ClientLeft`."""
+        `ClientDisconnect`."""
         while self.unended:
             for choice, part in await self.next():
                 self.answer.collect(choice, part)
@@ -190,8 +175,8 @@ class Answering:
         return encode(self.answer.whole(self.choices, sum(self.cached_tokens.values())))
 
     async def accepted(self) -> list[tuple[ChoiceState, Deliver]]:
-        """Wait until every stream is accepted; returns what was delivered until then. Raises `ClientLeft`, and `ApiError` if
-        a stream failed before, or failed with nothing delivered: then the HTTP status can still say so."""
+        """Wait until every stream is accepted; returns what was delivered until then. Raises `ClientDisconnect`, and `ApiError`
+        if a stream failed before, or failed with nothing delivered: then the HTTP status can still say so."""
         delivered: list[tuple[ChoiceState, Deliver]] = []
         while self.unadmitted:
             delivered += await self.next()
@@ -219,19 +204,15 @@ class EventStream(Response):
         self,
         answering: Answering,
         begun: list[tuple[ChoiceState, Deliver]],
-        *,
-        headers: dict[str, str],
-        client_timeout_s: float,
         keep_alive_s: float,
         ended: Callable[[str], None],
     ) -> None:
-        """A client that reads nothing for `client_timeout_s` is cut off, and its request cancelled. After `keep_alive_s` of
-        silence a comment is sent; 0: none is. `ended` is told the outcome, once."""
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+        """After `keep_alive_s` of silence a comment is sent; 0: none is. `ended` is told the outcome, once."""
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **rate_headers(answering.rates)}
+        super().__init__(headers=headers)
         del self.headers["content-length"]
         self.answering = answering
         self.begun = begun
-        self.client_timeout_s = client_timeout_s
         self.keep_alive_s = keep_alive_s
         self.outcome = "internal_error"
         self.ended = ended
@@ -239,7 +220,7 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._answer(send)
-        except ClientLeft:
+        except ClientDisconnect:
             self.outcome = self.answering.info.error = "disconnected"
         finally:
             self.ended(self.outcome)
@@ -260,53 +241,16 @@ class EventStream(Response):
         """Send chunks until every stream has ended or one has failed. Returns the data that is still to be sent."""
         answering = self.answering
         data = answering.answer.opening() + answering.encode(self.begun)
-        idle_timer = _IdleTimer(self.keep_alive_s, answering.nudge)
-        try:
-            while answering.unended and answering.failed is None:
-                if data:
-                    await self._send(send, data)
-                    idle_timer.ends()
-                data = answering.encode(await answering.next())
-                if not data and idle_timer.is_long:
-                    data = KEEP_ALIVE
-        finally:
-            idle_timer.close()
+        sent_at = clock.now()
+        while answering.unended and answering.failed is None:
+            if data:
+                await self._send(send, data)
+                sent_at = clock.now()
+            data = answering.encode(await answering.next(self.keep_alive_s or None))
+            if not data and self.keep_alive_s and clock.now() >= sent_at + self.keep_alive_s:
+                data = KEEP_ALIVE
         return data
 
     async def _send(self, send: Send, data: bytes) -> None:
-        if not data:
-            return
-        try:
-            async with asyncio.timeout(self.client_timeout_s):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        except TimeoutError:
-            raise ClientLeft from None
-
-
-class _IdleTimer:
-    """Notices when nothing was sent for a while. One timer serves all of a stream, so that a token costs no timer."""
-
-    def __init__(self, most_s: float, notice: Callable[[], None]) -> None:
-        """`notice` is called once `most_s` seconds have passed; 0: never."""
-        self._most_s = most_s
-        self._notice = notice
-        self._since = clock.now()
-        self._timer = asyncio.get_running_loop().call_later(most_s, self._look) if most_s else None
-
-    @property
-    def is_long(self) -> bool:
-        return bool(self._most_s) and clock.now() >= self._since + self._most_s
-
-    def ends(self) -> None:
-        self._since = clock.now()
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _look(self) -> None:
-        left_s = self._since + self._most_s - clock.now()
-        if left_s <= 0:
-            self._notice()
-            left_s = self._most_s
-        self._timer = asyncio.get_running_loop().call_later(left_s, self._look)
+        if data:
+            await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -1,8 +1,9 @@
 """The JSON of answers, whole and in chunks, as OpenAI defines it, with vLLM's `token_ids` and `prompt_token_ids`."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,8 +20,7 @@ from proto.sampling import TokenLogprobs
 
 Json = dict[str, Any]
 _DONE = b"data: [DONE]\n\n"
-_ENDS = (Finish.STOP, Finish.TOOL_CALLS)
-"""Finish reasons after which the last token may be a stop token."""
+_ENDS = (Finish.STOP, Finish.TOOL_CALLS)  # Finish reasons after which the last token may be a stop token
 
 
 @dataclass
@@ -28,20 +28,16 @@ class ChoiceState:
     """The state of one choice. Its texts and tokens are kept only if the answer is sent in one piece."""
 
     index: int
-    prompt: int
-    """Number of its prompt."""
-    token_texts: TokenTexts | None = None
-    """Where log probabilities are asked for."""
+    prompt: int  # Number of its prompt
+    token_texts: TokenTexts | None = None  # Where log probabilities are asked for
     started: bool = False
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
-    reader: AnswerReader | None = None
-    """Where thoughts and calls are taken out of the text."""
+    reader: AnswerReader | None = None  # Where thoughts and calls are taken out of the text
     reasoning: list[str] = field(default_factory=list)
-    calls: list[Json] = field(default_factory=list)
-    """Whole ones, as they have come so far."""
+    calls: list[Json] = field(default_factory=list)  # Whole ones, as they have come so far
 
     @property
     def mean_logprob(self) -> float:
@@ -55,48 +51,23 @@ class _Shown(NamedTuple):
     text: str
     name: str  # as of `TokenTexts.name`
     own_bytes: bytes
-    offset: int
-    """Where `text` begins in the choice's text, in characters."""
+    offset: int  # Where `text` begins in the choice's text, in characters
     logprob: float
-    top: list[tuple[str, bytes, float]]
-    """Texts, bytes and log probabilities of the likeliest tokens at its place."""
+    top: list[tuple[str, bytes, float]]  # Texts, bytes and log probabilities of the likeliest tokens at its place
 
 
 class Head(NamedTuple):
     """The fields that begin each answer, and each chunk of one."""
 
     answer_id: str
-    created: int
-    """Unix time in seconds."""
+    created: int  # Unix time in seconds
     model: str
-
-
-class Answer(Protocol):
-    """The interface that writes the answers of one kind of endpoint."""
-
-    prompt_scores: Sequence[PromptScores | None]
     system_fingerprint: Callable[[], str | None]
 
-    def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]: ...
-    def collect(self, choice: ChoiceState, part: Deliver) -> None:
-        """Take this part for an answer in one piece."""
 
-    def usage(self, completion_tokens: int, cached_tokens: int) -> Json: ...
-    def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json: ...
-    def event(self, content: Json) -> bytes:
-        """A chunk as it is sent."""
+class Answer(ABC):
+    """Writes the answer to one request of one kind of endpoint."""
 
-    def opening(self) -> bytes:
-        """The bytes that are sent as soon as the request is accepted."""
-
-    def closing(self, completion_tokens: int, cached_tokens: int) -> bytes:
-        """The end of a stream whose choices have all ended."""
-
-    def failing(self, error: ApiError, request_id: str) -> bytes:
-        """The end of a stream that fails."""
-
-
-class _Base:
     whole_kind = ""
     chunk_kind = ""
 
@@ -104,20 +75,25 @@ class _Base:
         self.prepared = prepared
         self.tokenizer = tokenizer
         self._head = {"id": head.answer_id, "created": head.created, "model": head.model}
-        self.system_fingerprint: Callable[[], str | None] = lambda: None
-        self.prompt_scores: Sequence[PromptScores | None] = [None] * len(prepared.prompts)
-        """The scores of each prompt; they are complete before its first token comes."""
+        self._fingerprint = head.system_fingerprint
+        self.prompt_scores: Sequence[PromptScores | None] = [None] * len(prepared.prompts)  # whole before any token
         self._shows_logprobs = prepared.sampling.logprobs >= 0 and not prepared.hides_logprobs
         self._readers: list[AnswerReader] = []
 
+    @abstractmethod
+    def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]: ...
+    @abstractmethod
+    def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json: ...
+
     def collect(self, choice: ChoiceState, part: Deliver) -> None:
+        """Take this part for an answer in one piece."""
         choice.texts.append(part.text)
         choice.tokens.extend(part.tokens)
         choice.logprobs.extend(part.logprobs)
         choice.finish = part.finish or choice.finish
 
     def _envelope(self, kind: str, choices: list[Json]) -> Json:
-        return {**self._head, "object": kind, "system_fingerprint": self.system_fingerprint(), "choices": choices}
+        return {**self._head, "object": kind, "system_fingerprint": self._fingerprint(), "choices": choices}
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = self._envelope(self.chunk_kind, choices)
@@ -126,31 +102,41 @@ class _Base:
         return chunk
 
     def event(self, content: Json) -> bytes:
+        """A chunk as it is sent."""
         return b"data: " + encode(content) + b"\n\n"
 
     def opening(self) -> bytes:
+        """The bytes that are sent as soon as the request is accepted."""
         return b""
 
     def closing(self, completion_tokens: int, cached_tokens: int) -> bytes:
+        """The end of a stream whose choices have all ended."""
         if not self.prepared.include_usage:
             return _DONE
         usage = self.usage(completion_tokens, cached_tokens)
         return self.event(self._envelope(self.chunk_kind, []) | {"usage": usage}) + _DONE
 
     def failing(self, error: ApiError, request_id: str) -> bytes:
-        """The events of an answer that fails, without `[DONE]`."""
+        """The end of a stream that fails, without `[DONE]`."""
         return self.event(error.body(request_id))
 
-    def _shown(
-        self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
-    ) -> Iterator[_Shown]:
+    @abstractmethod
+    def _logprobs(self, choice: ChoiceState, part: Deliver | ChoiceState) -> Json: ...
+
+    def _entry(self, choice: ChoiceState, part: Deliver | ChoiceState, finish: Finish | None, **content: Any) -> Json:
+        """One entry of `choices`. `part` is what a chunk adds, or the whole choice."""
+        logprobs = self._logprobs(choice, part) if self._shows_logprobs else None
+        entry = {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": finish}
+        return entry | ({"token_ids": part.tokens} if self.prepared.return_token_ids else {})
+
+    def _shown(self, choice: ChoiceState, part: Deliver | ChoiceState) -> Iterator[_Shown]:
         texts = choice.token_texts = choice.token_texts or self.prepared.token_texts(choice.prompt, self.tokenizer)
         stop_ids = self.prepared.sampling.stop_token_ids
-        for number, (token, entry) in enumerate(zip(tokens, logprobs, strict=True), 1):
+        for number, (token, entry) in enumerate(zip(part.tokens, part.logprobs, strict=True), 1):
             top = [(*texts.candidate(other), finite(logprob)) for other, logprob in entry.top]
             offset = texts.chars
-            is_last = finish is not None and number == len(tokens)
-            is_text = not (is_last and finish in _ENDS and token in stop_ids)
+            is_last = part.finish is not None and number == len(part.tokens)
+            is_text = not (is_last and part.finish in _ENDS and token in stop_ids)
             text, own_bytes = texts.push(token, is_last=is_last, is_text=is_text)
             yield _Shown(text, texts.name(token, text, is_text=is_text), own_bytes, offset, finite(entry.logprob), top)
 
@@ -176,41 +162,30 @@ class _Base:
         return usage
 
 
-class CompletionAnswer(_Base):
+class CompletionAnswer(Answer):
     whole_kind = chunk_kind = "text_completion"
 
     def chunks(self, choice: ChoiceState, part: Deliver) -> Iterable[Json]:
         echo = "" if choice.started else self.prepared.echoes[choice.prompt]
         text = echo + part.text
-        wanted = self._shows_logprobs
-        if not (text or part.finish or wanted or self.prepared.return_token_ids):
+        if not (text or part.finish or self._shows_logprobs or self.prepared.return_token_ids):
             return
-        body: Json = {"index": choice.index, "text": text}
-        body["logprobs"] = self._with_echo(choice, part.tokens, part.logprobs, part.finish) if wanted else None
-        body["finish_reason"] = part.finish and part.finish.value
+        entry = self._entry(choice, part, part.finish, text=text)
         if self.prepared.return_token_ids:
-            body["prompt_token_ids"] = None if choice.started else self.prepared.prompts[choice.prompt]
-            body["token_ids"] = part.tokens
+            entry["prompt_token_ids"] = None if choice.started else self.prepared.prompts[choice.prompt]
         choice.started = True
-        yield self._chunk([body])
+        yield self._chunk([entry])
 
     def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json:
-        bodies, drawn, wanted = [], list(choices), self._shows_logprobs
-        completion_tokens = sum(len(choice.tokens) for choice in drawn)
+        entries, drawn = [], list(choices)
         for index, choice in enumerate(self._best(drawn)):
-            body: Json = {
-                "index": index,
-                "text": self.prepared.echoes[choice.prompt] + "".join(choice.texts),
-                "logprobs": self._with_echo(choice, choice.tokens, choice.logprobs, choice.finish) if wanted else None,
-                "finish_reason": choice.finish,
-                **self._prompt_logprobs(choice.prompt),
-            }
+            text = self.prepared.echoes[choice.prompt] + "".join(choice.texts)
+            entry = self._entry(choice, choice, choice.finish, text=text) | self._prompt_logprobs(choice.prompt)
             if self.prepared.return_token_ids:
-                body["prompt_token_ids"] = self.prepared.prompts[choice.prompt]
-                body["token_ids"] = choice.tokens
-            bodies.append(body)
-        usage = self.usage(completion_tokens, cached_tokens)
-        return self._envelope(self.whole_kind, bodies) | {"usage": usage}
+                entry["prompt_token_ids"] = self.prepared.prompts[choice.prompt]
+            entries.append(entry | {"index": index})
+        usage = self.usage(sum(len(choice.tokens) for choice in drawn), cached_tokens)
+        return self._envelope(self.whole_kind, entries) | {"usage": usage}
 
     def _best(self, drawn: list[ChoiceState]) -> list[ChoiceState]:
         """Returns the choices to give: for each prompt, those that are likeliest per token if more were drawn."""
@@ -220,11 +195,9 @@ class CompletionAnswer(_Base):
         prompts = [drawn[at : at + each] for at in range(0, len(drawn), each)]
         return [choice for some in prompts for choice in sorted(some, key=lambda one: -one.mean_logprob)[:given]]
 
-    def _with_echo(
-        self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
-    ) -> Json:
+    def _logprobs(self, choice: ChoiceState, part: Deliver | ChoiceState) -> Json:
         """Returns the choice's log probabilities, after those of its prompt if the prompt is echoed."""
-        own = self._logprobs(choice, tokens, logprobs, finish)
+        own = self._own_logprobs(choice, part)
         if not self.prepared.echoes_logprobs:
             return own
         echo = len(self.prepared.echoes[choice.prompt])
@@ -237,11 +210,9 @@ class CompletionAnswer(_Base):
         echoed = echoed_logprobs(prompt, scores, top, self.tokenizer, keeps_special=kept)
         return {name: [*values, *own[name]] for name, values in echoed.items()}
 
-    def _logprobs(
-        self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
-    ) -> Json:
+    def _own_logprobs(self, choice: ChoiceState, part: Deliver | ChoiceState) -> Json:
         texts, drawn, tops, offsets = [], [], [], []
-        for shown in self._shown(choice, tokens, logprobs, finish):
+        for shown in self._shown(choice, part):
             top: dict[str, float] = {}
             for text, _, logprob in shown.top:
                 top.setdefault(text, logprob)
@@ -253,7 +224,7 @@ class CompletionAnswer(_Base):
         return {"tokens": texts, "token_logprobs": drawn, "top_logprobs": tops, "text_offset": offsets}
 
 
-class ChatAnswer(_Base):
+class ChatAnswer(Answer):
     whole_kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
@@ -302,42 +273,22 @@ class ChatAnswer(_Base):
             if self.prepared.return_token_ids:
                 chunk["prompt_token_ids"] = self.prepared.prompts[choice.prompt]
             yield chunk
-        wanted = self._shows_logprobs
         delta, finish = self._read(choice, part)
-        if not (delta or finish or wanted or self.prepared.return_token_ids):
-            return
-        body: Json = {"index": choice.index, "delta": delta}
-        body["logprobs"] = self._logprobs(choice, part.tokens, part.logprobs, part.finish) if wanted else None
-        body["finish_reason"] = finish and finish.value
-        if self.prepared.return_token_ids:
-            body["token_ids"] = part.tokens
-        yield self._chunk([body])
+        if delta or finish or self._shows_logprobs or self.prepared.return_token_ids:
+            yield self._chunk([self._entry(choice, part, finish, delta=delta)])
 
     def whole(self, choices: Iterable[ChoiceState], cached_tokens: int) -> Json:
-        bodies, completion_tokens = [], 0
-        wanted = self._shows_logprobs
-        for choice in choices:
-            completion_tokens += len(choice.tokens)
-            body: Json = {
-                "index": choice.index,
-                "message": self._message(choice),
-                "logprobs": self._logprobs(choice, choice.tokens, choice.logprobs, choice.finish) if wanted else None,
-                "finish_reason": choice.finish,
-            }
-            if self.prepared.return_token_ids:
-                body["token_ids"] = choice.tokens
-            bodies.append(body)
-        usage = self.usage(completion_tokens, cached_tokens)
-        answer = self._envelope(self.whole_kind, bodies) | {"usage": usage}
+        drawn = list(choices)
+        entries = [self._entry(choice, choice, choice.finish, message=self._message(choice)) for choice in drawn]
+        usage = self.usage(sum(len(choice.tokens) for choice in drawn), cached_tokens)
+        answer = self._envelope(self.whole_kind, entries) | {"usage": usage}
         answer |= self._prompt_logprobs(0)
         if self.prepared.return_token_ids:
             answer["prompt_token_ids"] = self.prepared.prompts[0]
         return answer
 
-    def _logprobs(
-        self, choice: ChoiceState, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], finish: Finish | None
-    ) -> Json:
-        content = [self._scored(shown) for shown in self._shown(choice, tokens, logprobs, finish)]
+    def _logprobs(self, choice: ChoiceState, part: Deliver | ChoiceState) -> Json:
+        content = [self._scored(shown) for shown in self._shown(choice, part)]
         return {"content": content, "refusal": None}
 
     def _scored(self, shown: _Shown) -> msgspec.Raw:

@@ -5,14 +5,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from gateway.backend import ClientLeft
 from gateway.http.body import Slots, owner_of
 from gateway.http.encoding import JsonResponse
 from gateway.http.errors import ApiError, bare_errors
@@ -22,15 +21,10 @@ from gateway.openai.context import Gateway
 from gateway.text.tokenizer import ModelTokenizer
 from runtime.tenancy.tenants import DEFAULT_TENANT
 
-
-class OfModel(Protocol):
-    """A request that may name a model."""
-
-    @property
-    def model(self) -> str | None: ...
+CLIENT_LEFT = 499  # the status in the access log of a response that nobody reads
 
 
-Q = TypeVar("Q", bound=OfModel)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,33 +33,34 @@ class Call:
 
     request: Request
     gateway: Gateway
-    tenant: str
-    """Empty if the route needs no key."""
-    owner: str
-    """The owner whose share of bounded resources the request uses: the tenant, or the client's address if there are no
-    keys."""
-    held: AsyncExitStack
-    """Contexts entered here are closed after the response was sent or sending failed."""
+    tenant: str  # Empty if the route needs no key
+    owner: str  # whose share of bounded resources it uses: the tenant's, or the address's if there are no keys
+    held: AsyncExitStack  # Contexts entered here are closed after the response was sent or sending failed
 
     async def slots(self) -> Slots:
         """A place among the requests that this gateway has open at once. Raises `ApiError` (429, 503)."""
         return await self.held.enter_async_context(self.gateway.intake.place(self.owner))
 
-    async def tokenized(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], Any]) -> Response:
-        """Read the body, turn its JSON into a request with `read`, and answer with the result of `work`. `read` and `work` run
-        on a tokenizer thread. Raises `ApiError`."""
-        await self.slots()
-        try:
-            async with self.gateway.intake.body(self.request, self.owner) as body:
-                answered = partial(self._answered, read, work, body)
-                return await self.gateway.threads.run(self.owner, len(body), answered)
-        except ClientLeft:
-            raise ApiError(408, "The client left.", code="request_timeout") from None
+    async def tokenized(self, read: Callable[[Any], Any], work: Callable[[Any, ModelTokenizer], Any]) -> Response:
+        """Turn the body's JSON into a request with `read`, and answer with the result of `work`, for the model that the request
+        may name. Both run on a tokenizer thread. Raises `ApiError` and `ClientDisconnect`."""
 
-    @bare_errors
-    def _answered(self, read: Callable[[Any], Q], work: Callable[[Q, ModelTokenizer], Any], body: bytes) -> Response:
-        asked = read(parse_json(body))
-        return JsonResponse(work(asked, self.gateway.model(asked.model).tokenizer))
+        def answered(content: Any) -> Response:
+            asked = read(content)
+            return JsonResponse(work(asked, self.gateway.model(asked.model).tokenizer))
+
+        return await self.parsed(answered)
+
+    async def parsed(self, work: Callable[[Any], T]) -> T:
+        """The result of `work` on the body's JSON, from a tokenizer thread. Raises `ApiError` and `ClientDisconnect`."""
+        await self.slots()
+        async with self.gateway.intake.body(self.request, self.owner) as body:
+            return await self.gateway.threads.run(self.owner, len(body), partial(_parsed, work, body))
+
+
+@bare_errors
+def _parsed(work: Callable[[Any], T], body: bytes) -> T:
+    return work(parse_json(body))
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,11 @@ class Endpoint:
         tenant = _tenant(request, gateway) if self.needs_key else ""
         owner = owner_of(tenant if gateway.keys.needed else "", request.client.host if request.client else None)
         async with AsyncExitStack() as held:
-            response = await self.handler(Call(request, gateway, tenant, owner, held))
+            try:
+                response = await self.handler(Call(request, gateway, tenant, owner, held))
+            except ClientDisconnect:
+                info_of(scope).error = "disconnected"
+                response = Response(status_code=CLIENT_LEFT)
             await response(scope, receive, send)
 
 

@@ -12,7 +12,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.openai.prepare import ModelRules
 from gateway.response_store import ResponseStore
 from gateway.structured.checker import GrammarChecker
-from gateway.structured.hello import CompilerSetup
+from gateway.structured.compile_process import CompilerSetup
 from gateway.tenancy import KeyRing
 from gateway.text.tokenizer import ModelTokenizer
 from gateway.text.tokenizer_threads import TokenizerThreads
@@ -50,22 +50,17 @@ class ServedModel:
 
 @dataclass
 class Gateway:
-    models: Sequence[ServedModel]
-    """The models. The first serves requests that do not name a model."""
+    models: Sequence[ServedModel]  # The models. The first serves requests that do not name a model.
     backend: Backend
     metrics: GatewayMetrics
     intake: Intake
     keys: KeyRing = field(default_factory=lambda: KeyRing(open_tenants()))
     threads: TokenizerThreads = field(default_factory=TokenizerThreads)
-    keep_alive_s: float = 10.0
-    """Silence of a stream after which a comment is sent, so that load balancers keep the connection open; 0: none is."""
+    keep_alive_s: float = 10.0  # silence of a stream after which a comment is sent, for load balancers; 0: none is
     access_log: bool = True
-    cors_origins: Sequence[str] = ()
-    """Origins of web pages that may call this API; `*`: all."""
-    allowed_hosts: Collection[str] = ()
-    """Names in the Host header that are answered where no key is needed, besides addresses and localhost; `*`: all."""
-    trusted_proxies: Sequence[str] = ()
-    """Addresses and networks whose X-Forwarded-For counts."""
+    cors_origins: Sequence[str] = ()  # Origins of web pages that may call this API; `*`: all
+    allowed_hosts: Collection[str] = ()  # Host headers answered without keys, besides addresses and localhost; `*`: all
+    trusted_proxies: Sequence[str] = ()  # Addresses and networks whose X-Forwarded-For counts
     metrics_page: Callable[[], Reply] | None = None
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(keep_s=3600.0))
     created: int = field(default_factory=lambda: int(clock.unix_time()))

@@ -11,8 +11,7 @@ from gateway.streams.prompt_scores import PromptScore, PromptScores
 from gateway.text.tokenizer import ModelTokenizer
 from proto import limits
 
-LOGPROB_MIN = -9999.0
-"""JSON has no minus infinity."""
+LOGPROB_MIN = -9999.0  # JSON has no minus infinity
 
 
 def output_limits(request: GenerationRequest, tokenizer: ModelTokenizer, max_tokens: int) -> dict[str, Any]:

@@ -1,13 +1,13 @@
 """The form of an answer by its request: structured output, tool calls, thoughts. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
 from gateway.http.errors import bad_value
 from gateway.openai.request_types import ChatRequest, CompletionRequest, GenerationRequest
-from gateway.structured.lark import Grammar, Relaxed, Schema, TooLarge, next_relaxed
+from gateway.structured.lark import NOTHING, Grammar, Relaxed, Schema, TooLarge, next_relaxed
 from gateway.structured.request import WantedForm, wanted
 from gateway.structured.schema import SchemaError
 from gateway.text.regions import NO_REGIONS, Regions
@@ -28,18 +28,12 @@ from proto import limits
 
 @dataclass(frozen=True)
 class Form:
-    grammar: str = ""
-    """The grammar of the answer; empty: anything."""
-    param: str = ""
-    """The field that asks for it."""
-    reading: Reading | None = None
-    """None: the answer is text as it comes."""
-    schemas: tuple[Schema, ...] = ()
-    """The schemas that the answer, or the calls in it, must match."""
-    relaxed: tuple[Relaxed, ...] = ()
-    """The parts of the schemas that are left out of the grammar."""
-    write: "Callable[[Sequence[Relaxed]], Form] | None" = None
-    """The same form with less of its schemas in the grammar."""
+    grammar: str = ""  # The grammar of the answer; empty: anything
+    param: str = ""  # The field that asks for it
+    reading: Reading | None = None  # None: the answer is text as it comes
+    schemas: tuple[Schema, ...] = ()  # The schemas that the answer, or the calls in it, must match
+    relaxed: Relaxed = NOTHING
+    write: "Callable[[Relaxed], Form] | None" = None  # The same form with less of its schemas in the grammar
 
     def after(self, verdict: str) -> "Form":
         """The form to try next, since the grammar was refused. Raises `ApiError`."""
@@ -75,15 +69,15 @@ def completion_form(request: CompletionRequest, tokenizer: ModelTokenizer) -> Fo
         return ANY_FORM
     ignore_eos, keeps_special = bool(request.ignore_eos), request.skip_special_tokens is False
 
-    def write(relaxed: Sequence[Relaxed]) -> Form:
+    def write(relaxed: Relaxed) -> Form:
         grammar = _grammar(tokenizer, relaxed, keeps_special)
         text = _checked(ignore_eos, tokenizer, grammar.text(asked.expression(grammar)), asked.param)
-        return Form(text, asked.param, None, tuple(grammar.schemas), tuple(relaxed), write)
+        return Form(text, asked.param, None, tuple(grammar.schemas), relaxed, write)
 
-    return write(())
+    return write(NOTHING)
 
 
-def _grammar(tokenizer: ModelTokenizer, relaxed: Sequence[Relaxed], keeps_special: bool) -> Grammar:
+def _grammar(tokenizer: ModelTokenizer, relaxed: Relaxed, keeps_special: bool) -> Grammar:
     split = partial(tokenizer.split_special, shown=not keeps_special)
     return Grammar(split, relaxed, split_own=tokenizer.split_special)
 
@@ -113,8 +107,7 @@ class Chat:
     tools: Tools | None
     wanted: WantedForm | None
     messages: list[dict[str, Any]]
-    options: dict[str, Any]
-    """Options for the chat template."""
+    options: dict[str, Any]  # Options for the chat template
 
     @classmethod
     def of(cls, request: ChatRequest, facts: TemplateFacts) -> "Chat":
@@ -161,7 +154,7 @@ class Chat:
         keeps_special, ignore_eos = self.request.skip_special_tokens is False, bool(self.request.ignore_eos)
         tools, asked = self.tools, self.wanted
 
-        def write(relaxed: Sequence[Relaxed]) -> Form:
+        def write(relaxed: Relaxed) -> Form:
             grammar = _grammar(tokenizer, relaxed, keeps_special)
             expression, param = _expression(tools, asked, grammar, calls)
             if not expression:
@@ -169,9 +162,9 @@ class Chat:
             if thinks:
                 expression = f"{thought(grammar, begun=begun)} {expression}"
             text = _checked(ignore_eos, tokenizer, grammar.text(expression), param)
-            return Form(text, param, reading, tuple(grammar.schemas), tuple(relaxed), write)
+            return Form(text, param, reading, tuple(grammar.schemas), relaxed, write)
 
-        return write(())
+        return write(NOTHING)
 
     def _reading(
         self, prompt: str, tokenizer: ModelTokenizer, calls: CallFormat | None, *, begun: bool, thinks: bool

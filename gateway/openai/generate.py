@@ -10,14 +10,13 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from msgspec import structs
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive
 
-from gateway.backend import ClientLeft
 from gateway.http.body import Slots
-from gateway.http.errors import ApiError, bad_value, bare_errors, rate_headers
+from gateway.http.errors import ApiError, Names, bad_value, bare_errors, rate_headers, renamed
 from gateway.http.json_text import parse_json
-from gateway.http.renamed import Names, renamed
 from gateway.http.request_log import RequestInfo, client_request_id, info_of
 from gateway.openai.answering import AnswerChecker, Answering, EventStream
 from gateway.openai.answers import Answer, Head
@@ -37,21 +36,15 @@ from runtime.process import clock
 from runtime.process.driver import cancelled
 
 R = TypeVar("R", bound=GenerationRequest)
-CLIENT_LEFT = 499
-"""The status in the access log of a response that nobody reads."""
 
 
 class Api(ABC, Generic[R]):
     """How one API asks and answers. `parse` and `prepare` run on a thread."""
 
-    name: str
-    """The name in metrics."""
+    name: str  # The name in metrics
     id_prefix: str
     field_names: Names = {}  # noqa: RUF012 - nobody changes it
-    """Maps fields of the chat core to the API's own fields, for errors."""
-    keeps_body = False
-    """Whether the answer keeps about as much memory as the body until it ends. If so, the body counts against the bound on
-    bodies until then."""
+    keeps_body = False  # the answer keeps as much memory as the body, which therefore counts until its end
 
     @abstractmethod
     def parse(self, content: Any) -> R:
@@ -85,21 +78,13 @@ async def generate(call: Call, api: Api[R]) -> Response:
         if error.retry_after_s:
             metrics.retry_after.labels(str(error.status)).observe(error.retry_after_s)
         raise
-    except ClientLeft:
+    except ClientDisconnect:
         count("disconnected")
-        info.error = "disconnected"
-        return Response(status_code=CLIENT_LEFT)
+        raise
     except Exception:
         count("internal_error")
         raise
-    return EventStream(
-        answering,
-        begun,
-        headers=rate_headers(answering.rates),
-        client_timeout_s=call.gateway.intake.client_timeout_s,
-        keep_alive_s=call.gateway.keep_alive_s,
-        ended=count,
-    )
+    return EventStream(answering, begun, call.gateway.keep_alive_s, count)
 
 
 async def answer_offline(
@@ -131,7 +116,7 @@ async def answer_offline(
 
 
 async def _begin(call: Call, api: Api[R], info: RequestInfo) -> tuple[Answering, Prepared]:
-    """Read the request and submit it. Raises `ApiError` and `ClientLeft`."""
+    """Read the request and submit it. Raises `ApiError` and `ClientDisconnect`."""
     gateway = call.gateway
     info.internal_id = f"{api.id_prefix}-{info.token}"
     slots = await call.slots()
@@ -154,21 +139,12 @@ async def _open(gateway: Gateway, owner: str, api: Api[R], read: "_Read", slots:
     if prepared.sampling.grammar != read.prepared.sampling.grammar:
         works = [work.changed(sampling=prepared.sampling) for work in works]
     slots.hold(len(prepared.prompts))
-    answer = api.answer(
-        prepared, served.tokenizer, Head(info.internal_id, int(clock.unix_time()), served.rules.model_id)
-    )
+    model, created = served.rules.model_id, int(clock.unix_time())
+    fingerprint = partial(gateway.backend.system_fingerprint, model)
+    answer = api.answer(prepared, served.tokenizer, Head(info.internal_id, created, model, fingerprint))
     info.prompt_tokens = sum(map(len, prepared.prompts))
-    answer.system_fingerprint = lambda: gateway.backend.system_fingerprint(served.rules.model_id)
     answer.prompt_scores = [work.prompt_scores for work in works]
-    answering = Answering(
-        gateway.backend,
-        works,
-        answer,
-        prepared.choices,
-        continuous_usage=prepared.continuous_usage,
-        no_output=prepared.no_output,
-        info=info,
-    )
+    answering = Answering(gateway.backend, works, answer, info)
     if prepared.form.checks:
         mismatch = partial(served.grammars.mismatch, owner)
         answering.checker = AnswerChecker(prepared.form, served.tokenizer.facts.eos_ids, mismatch)

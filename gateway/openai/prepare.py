@@ -25,8 +25,7 @@ from gateway.text.tokenizer import ModelTokenizer, TextTooLong
 from proto import limits
 from proto.sampling import Sampling
 
-COMPLETION_MAX_TOKENS = 16
-"""OpenAI's default for completions."""
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for completions
 SEED_MAX = (1 << 63) - 1
 
 
@@ -35,33 +34,24 @@ class Prepared:
     """The parts of a request that are needed to submit it and to write its answer."""
 
     prompts: tuple[tuple[int, ...], ...]
-    echoes: tuple[str, ...]
-    """Each prompt's text where the answer starts with it, else empty."""
-    sampling: Sampling
-    """`max_tokens` is that of each choice of each prompt."""
+    echoes: tuple[str, ...]  # Each prompt's text where the answer starts with it, else empty
+    sampling: Sampling  # `max_tokens` is that of each choice of each prompt
     choices: int
     stops: tuple[str, ...]
     stream: bool
     include_usage: bool
-    continuous_usage: bool
-    """Every chunk has it."""
+    continuous_usage: bool  # Every chunk has it
     return_token_ids: bool
     form: Form = ANY_FORM
-    answers: int = 1
-    """Choices of each prompt that are given, the best of those drawn."""
+    answers: int = 1  # Choices of each prompt that are given, the best of those drawn
     echoes_logprobs: bool = False
-    hides_logprobs: bool = False
-    """They were only asked for to find the best answers."""
-    prompt_logprobs: int = -1
-    """As the request has it; -1: none are to be shown."""
-    no_output: bool = False
-    """The client wants no output, only the prompt. One token is still drawn, but not shown."""
-    keeps_special: bool = False
-    """Special tokens are part of the text."""
+    hides_logprobs: bool = False  # They were only asked for to find the best answers
+    prompt_logprobs: int = -1  # As the request has it; -1: none are to be shown
+    no_output: bool = False  # The client wants no output, only the prompt. One token is still drawn, but not shown.
+    keeps_special: bool = False  # Special tokens are part of the text
     keeps_stop: bool = False
     cache_salt: str = ""
-    continues: bool = False
-    """The answer's text continues the prompt's. A chat answer is a text of its own."""
+    continues: bool = False  # The answer's text continues the prompt's. A chat answer is a text of its own.
 
     def behind(self, number: int, tokenizer: ModelTokenizer) -> list[int]:
         """Returns the tokens behind which the answers of one prompt are decoded. The decoders of some tokenizers drop a space
@@ -79,8 +69,7 @@ class ModelRules:
     """One model's names, and the default length of its answers."""
 
     model_id: str
-    default_max_tokens: int
-    """Tokens of a chat answer; 0: as many as the context leaves."""
+    default_max_tokens: int  # Tokens of a chat answer; 0: as many as the context leaves
     aliases: tuple[str, ...] = ()
 
     @property

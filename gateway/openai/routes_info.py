@@ -13,8 +13,7 @@ from gateway.openai.context import Gateway, ServedModel
 from gateway.text.block_hashes import session_name
 from runtime.process.version import version_of
 
-_OPENAPI: Final = Path(__file__).with_name("openapi.json").read_bytes()
-"""Made by `python -m tools.openapi`."""
+_OPENAPI: Final = Path(__file__).with_name("openapi.json").read_bytes()  # Made by `python -m tools.openapi`
 
 
 def _model(gateway: Gateway, served: ServedModel, name: str) -> dict[str, Any]:

@@ -51,8 +51,7 @@ class ResponsesAnswer(ChatAnswer):
         self._asked = asked
         self._keep = keep
         self._namespaces = namespaces
-        self._items: list[Json] = []
-        """Items of the output in order; the last may be open."""
+        self._items: list[Json] = []  # Items of the output in order; the last may be open
         self._open = False
         self._sequence = 0
         self._finish: Finish | None = None

@@ -4,8 +4,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.http.errors import bad_value
-from gateway.http.renamed import renamed
+from gateway.http.errors import bad_value, renamed
 from gateway.openai.request_types import PARTS_MAX, TOOLS_MAX, ChatRequest, SharedFields, validate
 from gateway.responses.tools import chat_tools, name_of
 from gateway.responses.types import ResponsesRequest
@@ -16,8 +15,7 @@ NAMES: Final = {
     r"response_format(\.json_schema)?": "text.format",
     "reasoning_effort": "reasoning.effort",
     "max_completion_tokens": "max_output_tokens",
-}
-"""Fields of chat, and what they are made of here."""
+}  # Fields of chat, and what they are made of here
 _SAME: Final = (*SharedFields.model_fields, "parallel_tool_calls", "chat_template_kwargs")
 _TEXTS: Final = ("input_text", "output_text", "text")
 _CALLS: Final = {
@@ -26,9 +24,7 @@ _CALLS: Final = {
     "apply_patch_call": ("apply_patch", "operation"),
     "tool_search_call": ("tool_search", "arguments"),
     "custom_tool_call": ("", "input"),
-}
-"""Calls of tools that clients run and that have no `arguments` as functions do: the tool's name, and the field that holds its
-input."""
+}  # calls of clients' tools without `arguments`: the tool's name, and the field of its input
 _RESULTS: Final = {
     "function_call_output": "output",
     "local_shell_call_output": "output",
@@ -37,8 +33,7 @@ _RESULTS: Final = {
     "custom_tool_call_output": "output",
     "tool_search_output": "tools",
 }
-_DROPPED: Final = ("web_search_call", "mcp_list_tools")
-"""Records of calls that another server ran. They do not contain the results."""
+_DROPPED: Final = ("web_search_call", "mcp_list_tools")  # calls that another server ran, without results
 _SYSTEM: Final = ("system", "developer")
 _REFUSED: Final = {
     "input_image": "images are not supported: this server reads text",

@@ -57,12 +57,9 @@ class ResponsesApi(ChatApi):
 
     def __init__(self, gateway: Gateway, tenant: str) -> None:
         self.gateway, self.tenant = gateway, tenant
-        self.asked: dict[str, msgspec.Raw] = {}
-        """The fields of the request that the response repeats."""
-        self.namespaces: dict[str, Item] = {}
-        """Maps the model's name of each function in a namespace to its `name` and `namespace`."""
-        self.items = b""
-        """JSON: the conversation's items, the request's own included. Empty: they are not to be kept."""
+        self.asked: dict[str, msgspec.Raw] = {}  # The fields of the request that the response repeats
+        self.namespaces: dict[str, Item] = {}  # the model's name of a function → its `name` and `namespace`
+        self.items = b""  # JSON: the conversation's items, the request's own included. Empty: they are not to be kept.
 
     def parse(self, content: Any) -> ChatRequest:
         request = validate(ResponsesRequest, content, NEUTRAL_ONLY)

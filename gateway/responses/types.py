@@ -5,13 +5,13 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from gateway.http.bounds import FIELDS_MAX, AnyObject, MaxItems, MaxKeys, Text
-from gateway.openai.not_served import Neutral
 from gateway.openai.request_types import (
     IDENTIFIER_CHARS_MAX,
     KWARGS_MAX,
     MESSAGES_MAX,
     TOOLS_MAX,
     Hint,
+    Neutral,
     RequestType,
     SharedFields,
 )

@@ -14,19 +14,14 @@ from proto.limits import HASH_BYTES
 from proto.messages import Cancel
 from proto.progress import AnswerNames
 
-AGAIN_S = 10.0
-"""Seconds. Longer than a coordinator can be silent before it counts as lost, and longer than it waits before it records an
-end."""
-KEPT_S = 60.0
-"""Seconds. Longer than a worker can be silent before a coordinator treats the requests that the worker had finished as
-interrupted."""
+AGAIN_S = 10.0  # longer than a coordinator is silent before it counts as lost, or waits to record an end
+KEPT_S = 60.0  # longer than a worker is silent before a coordinator counts what it finished as interrupted
 
 
 class LastWords:
     def __init__(self, most: int) -> None:
         self._most = most
-        self._words: OrderedDict[str, tuple[float, Cancel]] = OrderedDict()
-        """Messages by request, and when each was sent or would have been; oldest first."""
+        self._words: OrderedDict[str, tuple[float, Cancel]] = OrderedDict()  # with the time of each; oldest first
         self._lost_at = inf
 
     def add(self, word: Cancel, now: float) -> None:

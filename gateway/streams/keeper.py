@@ -9,9 +9,8 @@ Rules:
 - Every stream ends exactly once: `Ended`, unless the client itself went away.
 """
 
-from gateway.streams.deadlines import StreamDeadlines
 from gateway.streams.final_messages import LastWords, answer_names
-from gateway.streams.state import Stream, StreamChoice, StreamPhase, Submission
+from gateway.streams.state import Stream, StreamChoice, StreamDeadlines, StreamPhase, Submission
 from gateway.streams.types import (
     Action,
     Admitted,

@@ -3,25 +3,45 @@
 from dataclasses import dataclass, field
 from math import inf
 
-from gateway.streams.early import EarlyTokens
 from gateway.streams.types import StreamLimits
+from proto.messages import TokenItem
+
+
+class EarlyTokens:
+    """Tokens that arrived before the first of their attempt, for each choice, in the order in which they came. The first comes
+    from a prefill worker and the others from a decode worker, over another connection, so that a busy gateway may read the
+    second one first. It is kept until the first has come, for a bounded time."""
+
+    def __init__(self) -> None:
+        self._items: dict[int, list[tuple[TokenItem, int]]] = {}
+        self._since: float | None = None
+
+    def keep(self, item: TokenItem, decoder: int, now: float) -> None:
+        """`decoder`: the incarnation of the decode worker that sent it."""
+        self._items.setdefault(item.choice, []).append((item, decoder))
+        self._since = now if self._since is None else self._since
+
+    def take(self, choice: int) -> list[tuple[TokenItem, int]]:
+        """The tokens that were kept for this choice, whose first token has come, with its decode worker."""
+        items = self._items.pop(choice, [])
+        if not self._items:
+            self._since = None
+        return items
+
+    def late_at(self, first_token_wait_s: float) -> float:
+        """Returns when the missing first token counts as lost."""
+        return inf if self._since is None else self._since + first_token_wait_s
 
 
 @dataclass(eq=False)
 class Liveness:
-    coordinator: int = 0
-    """Incarnation of the coordinator that the attempt was sent to."""
-    heard_at: float = 0.0
-    """When the attempt was sent, last brought tokens, or was last the subject of a question to the coordinator."""
+    coordinator: int = 0  # Incarnation of the coordinator that the attempt was sent to
+    heard_at: float = 0.0  # when it was sent, last brought tokens, or was last asked about
     got_tokens: bool = False
-    decoder: int = 0
-    """Incarnation of the decode worker that its tokens come from; 0 if no decode worker has sent any yet."""
-    cut_at: float | None = None
-    """When that worker's connection ended, or any worker's while `decoder` is 0; None after more tokens have come."""
-    stall_at: float | None = None
-    """When the attempt counts as lost; None: it is not in doubt."""
-    ask_at: float | None = None
-    """When to ask the coordinator about a stream in doubt; None: not planned."""
+    decoder: int = 0  # incarnation of the decode worker that its tokens come from; 0: not known yet
+    cut_at: float | None = None  # when that worker's connection ended, or any while `decoder` is 0
+    stall_at: float | None = None  # When the attempt counts as lost; None: it is not in doubt
+    ask_at: float | None = None  # When to ask the coordinator about a stream in doubt; None: not planned
     early: EarlyTokens = field(default_factory=EarlyTokens)
 
     def doubt(self, now: float, limits: StreamLimits, *, known: bool) -> None:

@@ -13,10 +13,8 @@ class PromptScore(NamedTuple):
     """The score of one token of the prompt."""
 
     logprob: float
-    rank: int
-    """Its place among all tokens, likeliest first; 1 is the likeliest."""
-    top: tuple[tuple[int, float], ...]
-    """The likeliest tokens at its place, best first."""
+    rank: int  # Its place among all tokens, likeliest first; 1 is the likeliest
+    top: tuple[tuple[int, float], ...]  # The likeliest tokens at its place, best first
 
 
 class PromptScores:

@@ -1,7 +1,9 @@
 """The keeper's record of a live answer. Pure data."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from heapq import heapify, heappop, heappush
 from zlib import crc32
 
 from msgspec import structs
@@ -14,16 +16,15 @@ from proto.errors import CancelReason, Reject
 from proto.messages import Cancel, Submit, TokenItem
 
 _RETRY_S = (0.25, 2.0)
+_DEADLINES_SPARE = 64
 _PASSING = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL, Reject.RETRY_BUDGET)
 _PASSING_RESUME = (*_PASSING, Reject.QUEUE_FULL, Reject.SHED, Reject.STORAGE)
 
 
 class StreamPhase(Enum):
-    PENDING = "pending"
-    """It will be sent at `not_before`, or when the link is up."""
+    PENDING = "pending"  # It will be sent at `not_before`, or when the link is up
     SENT = "sent"
-    RUNNING = "running"
-    """Accepted, or tokens have come."""
+    RUNNING = "running"  # Accepted, or tokens have come
 
 
 @dataclass(eq=False)
@@ -32,8 +33,7 @@ class StreamChoice:
     sink: TextSink
     tokens: list[int] = field(default_factory=list)
     done: bool = False
-    first: int = 0
-    """Number of the first token that the current attempt brings."""
+    first: int = 0  # Number of the first token that the current attempt brings
 
     def take(self, item: TokenItem, skip: int, stream: "Stream") -> Deliver:
         """Turn an item's tokens from number `skip` on into text, and end the choice where they say so."""
@@ -76,28 +76,20 @@ class Submission:
     """The request that the coordinator knows by one id: all choices of a stream, or one that is resumed by itself."""
 
     stream: "Stream"
-    submit: Submit
-    """The message of the current attempt, as of its start."""
+    submit: Submit  # The message of the current attempt, as of its start
     choices: list[StreamChoice]
-    uncounted: int = 0
-    """Attempts that a drain, a lost coordinator or another tenant's share cut short: they do not count as tries."""
-    steadied: int = 0
-    """How often the count of tries was restarted because an attempt had gone well for long."""
-    tries_before: int = 0
-    """Tries up to the last attempt that brought enough tokens."""
+    uncounted: int = 0  # attempts cut short by a drain, a lost coordinator or preemption: they are no tries
+    steadied: int = 0  # How often the count of tries was restarted because an attempt had gone well for long
+    tries_before: int = 0  # Tries up to the last attempt that brought enough tokens
     phase: StreamPhase = StreamPhase.PENDING
     sent: bool = False
-    resuming: bool = False
-    """The next send will be a new attempt. Until then, late tokens of the old attempt are accepted."""
+    resuming: bool = False  # the next send is a new attempt; until then, late tokens of the old one are accepted
     not_before: float = 0.0
-    wait_until: float | None = None
-    """The time until which a new request waits for the link to the coordinator; None if it does not wait for it."""
+    wait_until: float | None = None  # until then, a new request waits for the coordinator's link
     interrupted_at: float = 0.0
     liveness: Liveness = field(default_factory=Liveness)
-    names: BlockNames | None = None
-    """Names of the blocks of the last attempt that was submitted by this id."""
-    ended_early: bool = False
-    """A choice ended in the gateway, while its worker or the coordinator still treats it as running."""
+    names: BlockNames | None = None  # Names of the blocks of the last attempt that was submitted by this id
+    ended_early: bool = False  # a choice ended in the gateway, while its worker goes on
 
     @property
     def request_id(self) -> str:
@@ -267,13 +259,11 @@ class Stream:
 
     work: Work
     opened_at: float
-    progress_at: float
-    """When it was opened or last got a token."""
+    progress_at: float  # When it was opened or last got a token
     choices: list[StreamChoice] = field(default_factory=list)
     submissions: list[Submission] = field(default_factory=list)
     admitted: bool = False
-    scheduled_at: float | None = None
-    """The time of its entry in the keeper's heap."""
+    scheduled_at: float | None = None  # The time of its entry in the keeper's heap
 
     @property
     def id(self) -> str:
@@ -293,3 +283,46 @@ class Stream:
                 if link_up:
                     at = min(at, submission.liveness.silent_at(limits, coordinator))
         return at
+
+
+class StreamDeadlines:
+    """The time of the next check of each live stream, in a heap with lazy deletion. An entry is valid while its time equals its
+    stream's `scheduled_at`."""
+
+    def __init__(self, streams: Mapping[str, Stream]) -> None:
+        """`streams`: by id, those that live; their owner changes it."""
+        self._streams = streams
+        self._heap: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def next(self) -> float | None:
+        """The earliest deadline of a live stream."""
+        while self._heap:
+            at, stream_id = self._heap[0]
+            stream = self._streams.get(stream_id)
+            if stream is not None and stream.scheduled_at == at:
+                return at
+            heappop(self._heap)
+        return None
+
+    def set(self, stream: Stream, at: float) -> None:
+        """Look at it then, or at an earlier time set before."""
+        if stream.scheduled_at is not None and stream.scheduled_at <= at:
+            return
+        stream.scheduled_at = at
+        if len(self._heap) > 4 * len(self._streams) + _DEADLINES_SPARE:
+            self._heap = [(s.scheduled_at, s.id) for s in self._streams.values() if s.scheduled_at is not None]
+            heapify(self._heap)
+        else:
+            heappush(self._heap, (at, stream.id))
+
+    def pop_due(self, now: float) -> Stream | None:
+        """The stream whose deadline is earliest, if that has passed; it has none any more."""
+        at = self.next()
+        if at is None or at > now:
+            return None
+        stream = self._streams[heappop(self._heap)[1]]
+        stream.scheduled_at = None
+        return stream

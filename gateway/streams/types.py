@@ -18,37 +18,21 @@ from proto.sampling import TokenLogprobs
 class StreamLimits:
     """Bounds of the keeper. `GatewaySettings` explains to users those that can be set."""
 
-    streams_max: int = 4096
-    """Live answers at once, those included that wait for the coordinator's link; one more is answered with 503."""
+    streams_max: int = 4096  # live answers, those waiting for the coordinator's link included; one more gets 503
     link_wait_s: float = 10.0
-    settle_s: float = 10.0
-    """After a coordinator's start, new requests that find no worker wait until then: workers are on their way back to it."""
+    settle_s: float = 10.0  # after a coordinator's start, new requests wait for workers to come back to it
     idle_s: float = 120.0
-    attempts_max: int = 5
-    """Attempts at one choice in a row that fail before they have brought `progress_tokens`."""
+    attempts_max: int = 5  # Attempts at one choice in a row that fail before they have brought `progress_tokens`
     progress_tokens: int = 16
-    steady_s: float = 5.0
-    """Time from one interruption to the next after which the tries are counted anew. A request that fails by itself fails
-    sooner; hosts that are lost one after the other must not end a stream."""
-    uncounted_max: int = 100
-    """The most attempts that do not count as tries because a drain, a preemption or a lost link to the coordinator ended
-    them; and how often `steady_s` restarts the count."""
-    resume_delay_s: float = 0.05
-    """Delay before the first resume. It doubles with each resume. Jitter prevents all streams of a lost worker from coming
-    back at once."""
+    steady_s: float = 5.0  # between interruptions, after which tries count anew: hosts lost in a row end no stream
+    uncounted_max: int = 100  # attempts ended by a drain, a preemption or a lost link, and restarts by `steady_s`
+    resume_delay_s: float = 0.05  # before the first resume; it doubles with each
     resume_delay_s_max: float = 1.0
-    resume_wait_s: float = 30.0
-    """How long a resume that meets a full queue is tried again."""
-    stall_s: float = 5.0
-    """Silence after which a stream counts as lost if its coordinator or a worker's connection was lost. The coordinator is
-    asked about any other stream that is silent for so long."""
-    first_token_wait_s: float = 1.0
-    """How long the tokens of a decode worker wait for the first one, which they overtook, before the attempt is resumed."""
-    gone_s: float = 0.5
-    """Silence that is allowed after the connection that brought a stream's tokens has ended. A live worker reconnects in this
-    time. Then the coordinator that knows the stream is asked. If that coordinator is gone, the stream counts as lost."""
-    last_words_max: int = 4096
-    """The most ended requests to remember, so that a coordinator that missed their end can be told again."""
+    resume_wait_s: float = 30.0  # How long a resume that meets a full queue is tried again
+    stall_s: float = 5.0  # silence after which a stream whose connection was lost is lost, and others are asked about
+    first_token_wait_s: float = 1.0  # how long a decode worker's tokens wait for the first, which they overtook
+    gone_s: float = 0.5  # silence after a worker's connection ended, in which a live worker reconnects
+    last_words_max: int = 4096  # ended requests remembered for a coordinator that missed their end
 
 
 class Piece(Protocol):
@@ -73,17 +57,12 @@ class TextSink(Protocol):
 class Work:
     """One prompt to answer, and the message that submits it."""
 
-    submit: Submit
-    """The first attempt's. Its deadline runs from the opening of the stream."""
-    prompt: bytes
-    """Packed token ids."""
+    submit: Submit  # The first attempt's. Its deadline runs from the opening of the stream.
+    prompt: bytes  # Packed token ids
     make_text: Callable[[], TextSink]
-    names: BlockNames | None = None
-    """Names of the prompt's KV blocks, which `submit` has; without them, nothing is taken from a prefix cache or kept there."""
-    prompt_scores: PromptScores | None = None
-    """Takes the log-probabilities of the prompt's tokens, where they are asked for."""
-    is_offline: bool = False
-    """A request of a batch job: no client waits for it, so it is not measured against its tenant's SLO."""
+    names: BlockNames | None = None  # of the prompt's KV blocks; without them, no prefix cache is used
+    prompt_scores: PromptScores | None = None  # takes the log-probabilities of the prompt's tokens
+    is_offline: bool = False  # a batch job's: not measured against the tenant's SLO
 
     @property
     def stream_id(self) -> str:
@@ -109,8 +88,7 @@ class ClientGone:
 
 @dataclass(frozen=True)
 class LinkUp:
-    incarnation: int
-    """The coordinator's; another than before means that it has started anew and knows none of our requests."""
+    incarnation: int  # the coordinator's; a new one knows none of our requests
 
 
 @dataclass(frozen=True)
@@ -123,8 +101,7 @@ class TokensReceived:
     """Tokens, from a worker."""
 
     items: tuple[TokenItem, ...]
-    decoder: int
-    """The decode worker's incarnation; 0: they are first tokens, from a prefill worker."""
+    decoder: int  # The decode worker's incarnation; 0: they are first tokens, from a prefill worker
 
 
 @dataclass(frozen=True)
@@ -192,8 +169,7 @@ class Admitted:
     """The stream will be served: the coordinator has accepted it, or tokens have come."""
 
     stream_id: str
-    rates: RateState | None = None
-    """Rates of the stream's tenant; None if tokens came before the coordinator's answer."""
+    rates: RateState | None = None  # Rates of the stream's tenant; None if tokens came before the coordinator's answer
 
 
 class Finish(StrEnum):
@@ -201,8 +177,7 @@ class Finish(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
-    TOOL_CALLS = "tool_calls"
-    """Said in place of `stop` where the model called functions."""
+    TOOL_CALLS = "tool_calls"  # Said in place of `stop` where the model called functions
 
 
 @dataclass(frozen=True)
@@ -215,10 +190,8 @@ class Deliver:
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
     finish: Finish | None = None
-    stop: str = ""
-    """The stop string that ended it, if one did."""
-    cached_tokens: int = 0
-    """Prompt tokens that were not computed for a choice; with its first token."""
+    stop: str = ""  # The stop string that ended it, if one did
+    cached_tokens: int = 0  # Prompt tokens that were not computed for a choice; with its first token
 
     def ended_by(self, tokens: frozenset[int]) -> bool:
         """Whether one of these tokens ends the choice, and no stop string."""

@@ -16,33 +16,23 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.fair_share import organisation_of
 from gateway.http.errors import ApiError, bad_value
-from gateway.structured.hello import COMPILE_CPU_S, OUT_OF_MEMORY, CompileJob
-from gateway.text.fair_queue import QUANTUM_BYTES, TokenizerQueue
+from gateway.shares import QUANTUM_BYTES, FairQueue, organisation_of
+from gateway.structured.compile_process import COMPILE_CPU_S, OUT_OF_MEMORY, CompileJob
 from runtime.process import clock, log
 from runtime.process.driver import cancelled
 
 PROCESSES: Final = 2
-ANSWER_S: Final = 4.0
-"""Time that a ready process has to answer, on a machine that is busy."""
-START_S: Final = 60.0
-"""Time that a process has to start: it loads the tokenizer."""
-WAIT_S: Final = 10.0
-"""Time for which a request waits for its turn."""
-KEPT: Final = 2048
-"""Verdicts. Each has 32 bytes of a digest, and 300 characters at the most."""
+ANSWER_S: Final = 4.0  # Time that a ready process has to answer, on a machine that is busy
+START_S: Final = 60.0  # Time that a process has to start: it loads the tokenizer
+WAIT_S: Final = 10.0  # Time for which a request waits for its turn
+KEPT: Final = 2048  # Verdicts. Each has 32 bytes of a digest, and 300 characters at the most.
 TOO_LARGE: Final = f"it takes more than {COMPILE_CPU_S} s, or too much memory, to compile"
-PENALTY: Final = 10.0
-"""After a job that took too long, its organisation waits this many times the job's CPU time before its next job."""
-FORGIVEN_S: Final = 600.0
-"""Seconds for which an organisation has fewer processes to choose from, after a job of it took too long."""
-SLOW_MAX: Final = 1024
-"""The most organisations with a job that took too long to remember."""
-_AT_A_LIMIT: Final = (-signal.SIGPROF, -signal.SIGABRT, OUT_OF_MEMORY)
-"""Exit codes of a process whose grammar takes too much CPU time or memory. Rust aborts where it gets no memory."""
-_BY_OTHERS: Final = (-signal.SIGKILL, -signal.SIGTERM)
-"""Exit codes of a process that something else has ended."""
+PENALTY: Final = 10.0  # times the CPU time of a job that took too long, its organisation waits before its next
+FORGIVEN_S: Final = 600.0  # until then, its organisation has fewer processes to choose from
+SLOW_MAX: Final = 1024  # The most organisations with a job that took too long to remember
+_AT_A_LIMIT: Final = (-signal.SIGPROF, -signal.SIGABRT, OUT_OF_MEMORY)  # Rust aborts without memory
+_BY_OTHERS: Final = (-signal.SIGKILL, -signal.SIGTERM)  # Exit codes of a process that something else has ended
 _LINE_BYTES_MAX: Final = 1 << 20
 _COMMAND: Final = (sys.executable, "-m", "gateway.structured.compile_process")
 
@@ -132,8 +122,7 @@ async def _asked(running: asyncio.subprocess.Process, line: bytes) -> str | None
 class _Organisation:
     """An organisation with a job that took too long."""
 
-    waits_until: float
-    """Monotonic seconds."""
+    waits_until: float  # Monotonic seconds
     normal_again_at: float
 
 
@@ -144,15 +133,13 @@ class GrammarChecker:
         """`hello`: the first line for a process, a `CompilerSetup` as JSON."""
         self._processes = [_Process(hello) for _ in range(PROCESSES)]
         self._free = list(self._processes)
-        self._queue: TokenizerQueue[asyncio.Future[_Process]] = TokenizerQueue()
-        self._busy: set[str] = set()
-        """Organisations that have a process."""
+        self._queue: FairQueue[asyncio.Future[_Process]] = FairQueue()
+        self._busy: set[str] = set()  # Organisations that have a process
         self._slow: OrderedDict[str, _Organisation] = OrderedDict()
         self._verdicts: OrderedDict[tuple[str, bytes], str] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
         self._starts: set[asyncio.Task[None]] = set()
-        self.fault = ""
-        """Why the model cannot have grammars; empty: it can, as far as is known."""
+        self.fault = ""  # Why the model cannot have grammars; empty: it can, as far as is known
 
     async def begin(self) -> None:
         """Start a process before the first grammar comes, so that a tokenizer that does not suit is known at the start."""

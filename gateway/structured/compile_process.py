@@ -14,17 +14,32 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.structured.finite import has_finite_answer
-from gateway.structured.hello import COMPILE_CPU_S, OUT_OF_MEMORY, CompileJob, CompilerSetup
 from runtime.grammar.compiler import GrammarError, can_begin, make_matcher, make_tokenizer
 
-MEMORY_BYTES_MAX: Final = 2 << 30
-"""Address space: a grammar that needs more ends the process, not the machine."""
-NO_ANSWER: Final = "no finite answer matches it"
+COMPILE_CPU_S: Final = 0.8  # of one grammar; CPU time, so that a busy machine refuses no more than an idle one
+OUT_OF_MEMORY: Final = 3  # Exit code of the process where a grammar needs too much memory
+MEMORY_BYTES_MAX: Final = 2 << 30  # Address space: a grammar that needs more ends the process, not the machine
+NO_ANSWER: Final = "no answer matches it"
 _BACKTRACKS_MAX: Final = 100_000
 _DIGITS_MAX: Final = 4_300
 _PATTERN_BYTES_MAX: Final = 10 << 20
 _NICE: Final = 5
+
+
+class CompilerSetup(msgspec.Struct):
+    """The first line."""
+
+    tokenizer: str  # tokenizer.json
+    vocab_size: int
+    eos_ids: list[int]
+
+
+class CompileJob(msgspec.Struct, omit_defaults=True):
+    """Each of the others: a grammar to compile, or the text of a JSON value to check against a schema."""
+
+    grammar: str = ""
+    text: str = ""
+    schema: Any = None
 
 
 def main() -> int:
@@ -58,7 +73,7 @@ def compiled(grammar: str, tokenizer: Any, vocab_size: int = 0) -> str:
     """Why the grammar is refused; empty: it is good. `vocab_size` is the model's; 0: the tokenizer's."""
     try:
         matcher = make_matcher(grammar, tokenizer)
-        if not has_finite_answer(grammar) or not can_begin(matcher, tokenizer, vocab_size or tokenizer.vocab_size):
+        if not can_begin(matcher, tokenizer, vocab_size or tokenizer.vocab_size):
             return NO_ANSWER
     except GrammarError as error:
         return str(error) or "it cannot be compiled"

@@ -2,25 +2,22 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from gateway.structured.schema import Path, SchemaError, mentioned, prepared, where
 from proto import limits
 
-SplitSpecial = Callable[[str], list[str | int]]
-"""A text → its parts: text, and the ids of special tokens in it that are to be written as such: by their ids."""
+SplitSpecial = Callable[[str], list[str | int]]  # text → its parts: text, and ids of special tokens in it
 _ANY: Final = r"/(.|\n)*/"
 _OPTIONS: Final = '%llguidance {"no_forcing": true}'
 """If this option is off, llguidance writes text that has no alternative with any tokens of the tokenizer, including special
 ones. Text that spells a special token would then end the answer, or would not match."""
 _TOO_LARGE: Final = f"it makes a grammar of more than {limits.MAX_GRAMMAR_CHARS} characters"
-_CALLS_CHARS_MAX: Final = limits.MAX_GRAMMAR_CHARS // 2
-"""Characters after which schemas of functions are left out, so that there is room for the names of many functions."""
+_CALLS_CHARS_MAX: Final = limits.MAX_GRAMMAR_CHARS // 2  # behind it schemas are left out, for names of functions
 _OBJECT: Final = {"type": "object"}
-_FOR_GOOD: Final = ("Unsatisfiable", "no finite answer", "it takes more than")
-"""Words of refusals that leaving out parts of the schema would not cure, or should not cure."""
-_PATHS_MAX: Final = 8
+_FOR_GOOD: Final = ("Unsatisfiable", "no answer matches", "it takes more than")  # what leaving out parts does not cure
+_PATHS_MAX: Final = 32
 _PLACES_MAX: Final = 3
 
 
@@ -28,12 +25,18 @@ class TooLarge(Exception):
     """The grammar is refused; `str()` is for the user."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Relaxed:
-    """The part of one schema without `strict` that is left out of the grammar."""
+    """The parts of schemas without `strict` that are left out of the grammar."""
 
-    paths: set[Path] = field(default_factory=set)
+    paths: frozenset[tuple[int, Path]] = frozenset()  # each with the number of its schema
     structure_only: bool = False
+
+    def of(self, number: int) -> set[Path]:
+        return {path for one, path in self.paths if one == number}
+
+
+NOTHING: Final = Relaxed()
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,8 @@ class Schema:
 
     schema: Any
     strict: bool
-    is_whole: bool
-    """It is a whole rule in the grammar."""
-    call: str
-    """The function whose arguments it is of; empty: it is of the answer."""
+    is_whole: bool  # It is a whole rule in the grammar
+    call: str  # The function whose arguments it is of; empty: it is of the answer
 
     def explained(self, verdict: str) -> str:
         """Why the grammar is refused, with the keywords that this is about, as far as that can be told."""
@@ -54,38 +55,30 @@ class Schema:
         return f"{verdict} ({places}{of})" if places else verdict
 
 
-def next_relaxed(schemas: Sequence[Schema], relaxed: Sequence[Relaxed], verdict: str) -> list[Relaxed] | None:
+def next_relaxed(schemas: Sequence[Schema], relaxed: Relaxed, verdict: str) -> Relaxed | None:
     """The next part to leave out of a grammar that was refused; None: nothing is left to leave out."""
-    if any(word in verdict for word in _FOR_GOOD):
+    lenient = [(number, schema.schema) for number, schema in enumerate(schemas) if not schema.strict]
+    if not lenient or any(word in verdict for word in _FOR_GOOD):
         return None
-    found, changed = [Relaxed(set(one.paths), one.structure_only) for one in relaxed], False
-    found += [Relaxed() for _ in range(len(schemas) - len(found))]
-    lenient = [(schema, one) for schema, one in zip(schemas, found, strict=True) if not schema.strict]
-    for schema, one in lenient:
-        paths = set(mentioned(schema.schema, verdict)) - one.paths if len(one.paths) < _PATHS_MAX else set()
-        one.paths |= paths
-        changed |= bool(paths)
-    if not changed:
-        changed = not all(one.structure_only for _, one in lenient)
-        for _, one in lenient:
-            one.structure_only = True
-    return found if changed else None
+    paths = relaxed.paths | {(number, path) for number, schema in lenient for path in mentioned(schema, verdict)}
+    if len(relaxed.paths) < min(len(paths), _PATHS_MAX):
+        return Relaxed(paths, relaxed.structure_only)
+    return None if relaxed.structure_only else Relaxed(paths, structure_only=True)
 
 
 class Grammar:
     """Collects the rules of a grammar; `text` returns the whole grammar. Expressions are strings."""
 
     def __init__(
-        self, split: SplitSpecial, relaxed: Sequence[Relaxed] = (), *, split_own: SplitSpecial | None = None
+        self, split: SplitSpecial, relaxed: Relaxed = NOTHING, *, split_own: SplitSpecial | None = None
     ) -> None:
-        """`split` is for texts of clients, `split_own` for marks of ours. `relaxed`: for the schemas, in order."""
+        """`split` is for texts of clients, `split_own` for marks of ours."""
         self._split = split
         self._split_own = split_own or split
         self._relaxed = relaxed
         self._chars = 0
         self.schemas: list[Schema] = []
-        self._any_object = ""
-        """The rule for it, once there is one."""
+        self._any_object = ""  # The rule for it, once there is one
         self._rules: list[str] = []
         self._others: list[dict[str, str]] = []
 
@@ -121,10 +114,9 @@ class Grammar:
     def json(self, schema: Any, *, strict: bool, call: str = "") -> str:
         """`call`: of the arguments of calls to this function. They are any object if the schema is not strict and there is no
         room for it. Raises `SchemaError` and `TooLarge`."""
-        number = len(self.schemas)
-        relaxed = self._relaxed[number] if number < len(self._relaxed) else Relaxed()
+        left_out, structure_only = self._relaxed.of(len(self.schemas)), self._relaxed.structure_only
         try:
-            found = prepared(schema, strict=strict, left_out=relaxed.paths, structure_only=relaxed.structure_only)
+            found = prepared(schema, strict=strict, left_out=left_out, structure_only=structure_only)
             body = "%json " + json.dumps(found.schema, ensure_ascii=False)
             if call and not strict and self._chars + len(body) > _CALLS_CHARS_MAX:
                 raise SchemaError(_TOO_LARGE)

@@ -28,11 +28,8 @@ _GUIDED: Final = ("guided_json", "guided_regex", "guided_choice", "guided_gramma
 class WantedForm:
     """The form of an answer."""
 
-    param: str
-    """The field that says so."""
-    write: Callable[[Grammar], str]
-    """Adds its rules; returns the expression for the answer. Raises `SchemaError`, `TagError`,
-    `UserGrammarError` or `TooLarge`."""
+    param: str  # The field that says so
+    write: Callable[[Grammar], str]  # adds its rules; returns the answer's expression
 
     def expression(self, grammar: Grammar) -> str:
         """Raises `ApiError`."""

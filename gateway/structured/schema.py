@@ -12,27 +12,17 @@ from typing import Any, Final, Literal
 from urllib.parse import unquote
 
 DEPTH_MAX: Final = 32
-NODES_MAX: Final = 4000
-"""Objects and lists, those of `enum` and `const` included."""
-ENUM_MAX: Final = 4000
-"""Values over the whole schema."""
-PATTERNS_IN_ALL_OF_MAX: Final = 2
-"""Most patterns in `allOf`: intersecting regular expressions can take exponential time."""
-MULTIPLE_OF_MAX: Final = 10_000
-"""The most states of the automaton that tracks the remainder. If schemas intersect, it has as many states as the least common
-multiple."""
-MULTIPLES_MAX: Final = 40_000
-"""States over the whole schema."""
-WHITESPACE: Final = r"[ \n\t]{1,20}"
-"""White space between the parts of a JSON text. It is bounded: a model that writes nothing else must not go on until its
-limit."""
+NODES_MAX: Final = 4000  # Objects and lists, those of `enum` and `const` included
+ENUM_MAX: Final = 4000  # Values over the whole schema
+PATTERNS_IN_ALL_OF_MAX: Final = 2  # intersecting regular expressions can take exponential time
+MULTIPLE_OF_MAX: Final = 10_000  # states that track the remainder; intersections have the least common multiple
+MULTIPLES_MAX: Final = 40_000  # States over the whole schema
+WHITESPACE: Final = r"[ \n\t]{1,20}"  # bounded: a model that writes nothing else must not go on until its limit
 _UNIONS: Final = ("anyOf", "oneOf")
 _MAPS: Final = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
-)
-"""Keywords whose values map names to schemas. A name may be that of any keyword."""
-_VALUES: Final = frozenset({"const", "enum", "default", "examples"})
-"""Keywords whose values are no schemas, whatever they look like."""
+)  # Keywords whose values map names to schemas. A name may be that of any keyword.
+_VALUES: Final = frozenset({"const", "enum", "default", "examples"})  # their values are no schemas
 _SINGLES: Final = frozenset({"items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains",
                              "propertyNames", "unevaluatedItems", "unevaluatedProperties"})  # fmt: skip
 _LISTS: Final = frozenset({*_UNIONS, "allOf", "prefixItems", "items"})
@@ -52,12 +42,10 @@ _UNSUPPORTED_IN_PATTERNS: Final = (
     ("word boundaries", ("\\b", "\\B")),
     ("back-references", ("\\k", *(f"\\{digit}" for digit in "0123456789"))),
 )
-_OPTIONS: Final = "x-guidance"
-"""llguidance's own, for which clients have no use."""
+_OPTIONS: Final = "x-guidance"  # llguidance's own, for which clients have no use
 
 Path = tuple[str, ...]
-_Kind = Literal["schema", "names", "value"]
-"""The kinds of parts in a schema: one or several schemas, a mapping of names to schemas, or a value of an instance."""
+_Kind = Literal["schema", "names", "value"]  # one or several, a mapping of names to them, or an instance's
 
 
 class SchemaError(Exception):
@@ -66,10 +54,8 @@ class SchemaError(Exception):
 
 @dataclass(frozen=True)
 class PreparedSchema:
-    schema: dict[str, Any]
-    """As llguidance gets it."""
-    is_whole: bool
-    """Nothing that it says of an instance was left out."""
+    schema: dict[str, Any]  # As llguidance gets it
+    is_whole: bool  # Nothing that it says of an instance was left out
 
 
 def prepared(
@@ -129,8 +115,7 @@ class _Fault:
     """Too much of one kind of keywords."""
 
     message: str
-    keys: frozenset[str]
-    """Keys without which the schema is small enough."""
+    keys: frozenset[str]  # Keys without which the schema is small enough
 
 
 def _bounds(schema: dict[str, Any]) -> _Fault | None:
@@ -223,10 +208,8 @@ class _Rewriter:
     strict: bool
     left_out: frozenset[Path]
     structure_only: bool
-    too_many: frozenset[str]
-    """Keywords to leave out everywhere."""
-    closes: bool
-    """Objects that name their properties get no others."""
+    too_many: frozenset[str]  # Keywords to leave out everywhere
+    closes: bool  # Objects that name their properties get no others
     is_whole: bool = field(default=True, init=False)
 
     def rewritten(self, schema: Any, path: Path, *, in_union: bool) -> Any:

@@ -43,11 +43,10 @@ def _format(content: Any, grammar: Grammar, depth: int) -> str:
     if not isinstance(content, dict) or not isinstance(content.get("type"), str):
         raise TagError("each format must be an object with 'type'")
     kind = content["type"]
-    write = _FORMATS.get(kind)
-    if write is None:
+    if kind not in _FORMATS:
         raise TagError(f"the format {kind[:40]!r} is not supported; these are: {', '.join(_FORMATS)}")
-    known = {"type", *_FIELDS[kind]}
-    for key in content.keys() - known:
+    write, fields = _FORMATS[kind]
+    for key in content.keys() - {"type", *fields}:
         raise TagError(f"a format of the type {kind!r} has no field {key[:40]!r} here")
     return grammar.rule(write(content, grammar, depth))
 
@@ -142,33 +141,22 @@ def _sequence(content: dict[str, Any], grammar: Grammar, depth: int) -> str:
     return " ".join(_format(part, grammar, depth + 1) for part in _elements(content))
 
 
-_FORMATS: Final[dict[str, Callable[[dict[str, Any], Grammar, int], str]]] = {
-    "const_string": lambda content, grammar, _: grammar.literal(_text(content, "value")),
-    "json_schema": lambda content, grammar, _: grammar.json(content.get("json_schema"), strict=True),
-    "regex": lambda content, grammar, _: grammar.regex(_text(content, "pattern")),
-    "any_text": lambda content, grammar, _: grammar.any_text(),
-    "sequence": _sequence,
-    "or": _or,
-    "optional": lambda content, grammar, depth: f"({_inner(content, grammar, depth)})?",
-    "plus": lambda content, grammar, depth: f"({_inner(content, grammar, depth)})+",
-    "star": lambda content, grammar, depth: f"({_inner(content, grammar, depth)})*",
-    "repeat": _repeat,
-    "tag": _tag,
-    "triggered_tags": _triggered,
-    "tags_with_separator": _separated,
-}
-_FIELDS: Final[dict[str, tuple[str, ...]]] = {
-    "const_string": ("value",),
-    "json_schema": ("json_schema",),
-    "regex": ("pattern",),
-    "any_text": (),
-    "sequence": ("elements",),
-    "or": ("elements",),
-    "optional": ("content",),
-    "plus": ("content",),
-    "star": ("content",),
-    "repeat": ("min", "max", "content"),
-    "tag": ("begin", "content", "end"),
-    "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first"),
-    "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
-}
+_Write = Callable[[dict[str, Any], Grammar, int], str]
+_FORMATS: Final[dict[str, tuple[_Write, tuple[str, ...]]]] = {
+    "const_string": (lambda content, grammar, _: grammar.literal(_text(content, "value")), ("value",)),
+    "json_schema": (
+        lambda content, grammar, _: grammar.json(content.get("json_schema"), strict=True),
+        ("json_schema",),
+    ),
+    "regex": (lambda content, grammar, _: grammar.regex(_text(content, "pattern")), ("pattern",)),
+    "any_text": (lambda content, grammar, _: grammar.any_text(), ()),
+    "sequence": (_sequence, ("elements",)),
+    "or": (_or, ("elements",)),
+    "optional": (lambda content, grammar, depth: f"({_inner(content, grammar, depth)})?", ("content",)),
+    "plus": (lambda content, grammar, depth: f"({_inner(content, grammar, depth)})+", ("content",)),
+    "star": (lambda content, grammar, depth: f"({_inner(content, grammar, depth)})*", ("content",)),
+    "repeat": (_repeat, ("min", "max", "content")),
+    "tag": (_tag, ("begin", "content", "end")),
+    "triggered_tags": (_triggered, ("triggers", "tags", "at_least_one", "stop_after_first")),
+    "tags_with_separator": (_separated, ("tags", "separator", "at_least_one", "stop_after_first")),
+}  # how each is written, and its fields

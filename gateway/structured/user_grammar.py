@@ -10,12 +10,9 @@ _DIRECTIVES: Final = re.compile(
     r"^[ \t\r\f\v]*%(?!ignore\b|import\b)(\w+)|%(json|regex|lark|llguidance)\b", re.MULTILINE
 )
 _START: Final = re.compile(r"^[ \t\r\f\v]*start[ \t\r\f\v]*:", re.MULTILINE)
-SET_OPERATORS_MAX: Final = 2
-"""Most operators on sets: intersecting or negating regular expressions can take exponential time. Those in strings count as
-well."""
+SET_OPERATORS_MAX: Final = 2  # on regular expressions, where they can take exponential time
 LINES_MAX: Final = 2000
-GBNF_WORK_MAX: Final = 4_000_000
-"""Rules times characters: the reader of GBNF may look at every character once for each rule."""
+GBNF_WORK_MAX: Final = 4_000_000  # rules times characters: its reader may look at each character once for each rule
 
 
 class UserGrammarError(Exception):

@@ -12,14 +12,10 @@ from gateway.text.regions import CONTENT, NO_REGIONS, Event, RegionParser, Regio
 
 Decode = Callable[[Sequence[int]], str]
 
-_WINDOW_TOKENS_MAX = 24
-"""Decoding the window anew with each token stays cheap, and no character or word piece spans this many tokens."""
-CONTEXT_TOKENS = 6
-"""Kept in front of new tokens, for decoders that treat the first token of a text in their own way."""
+_WINDOW_TOKENS_MAX = 24  # no character or word piece spans so many tokens
+CONTEXT_TOKENS = 6  # Kept in front of new tokens, for decoders that treat the first token of a text in their own way
 BROKEN = "�"
-_HELD_MAX = 3
-"""The most tokens that can wait for the rest of their character, and the most replacement characters that they decode to.
-A byte-fallback decoder shows a whole run of bytes as broken until its last character is complete."""
+_HELD_MAX = 3  # tokens that wait for their character; a byte-fallback decoder shows a run of bytes as broken
 
 
 class Detokenizer:
@@ -32,12 +28,9 @@ class Detokenizer:
         self._special_ids = special_ids
         self._window = list(behind)
         text = decode(self._window) if behind else ""
-        self._given = len(text.rstrip(BROKEN))
-        """Characters of the window's text already given out."""
-        self._undecided = text if self._given < len(text) else ""
-        """The text of `behind` if its last character is broken, until it is known whether new tokens complete it."""
-        self._broken_tokens = 0
-        """Tokens since the text last ended in a whole character."""
+        self._given = len(text.rstrip(BROKEN))  # Characters of the window's text already given out
+        self._undecided = text if self._given < len(text) else ""  # until new tokens complete its last character
+        self._broken_tokens = 0  # Tokens since the text last ended in a whole character
 
     def push(self, token: int) -> str:
         """The text that has become certain with this token."""
@@ -96,8 +89,7 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._keeps_stop = keeps_stop
         self._held = ""
-        self.found = ""
-        """The stop string that ended the text; empty: none yet."""
+        self.found = ""  # The stop string that ended the text; empty: none yet
 
     def push(self, text: str) -> str:
         """The text that is certain to come before any stop string; sets `found` where one is complete."""
@@ -131,41 +123,11 @@ class StopMatcher:
 @dataclass(frozen=True, slots=True)
 class TextPiece:
     text: str
-    stop: str = ""
-    """The stop string that it ends with; empty: none."""
-
-
-class ContentStops:
-    """Finds the first stop string in the content of a text, and none in its thoughts and calls."""
-
-    def __init__(self, matcher: StopMatcher, regions: Regions) -> None:
-        self._matcher = matcher
-        self._parser = RegionParser(regions)
-
-    def push(self, text: str, *, armed: bool = True) -> str:
-        """The text that is certain to come before any stop string. `armed`: stop strings are looked for in it."""
-        return self._matched(self._parser.feed(text), armed=armed)
-
-    def finish(self) -> str:
-        return self._matched(self._parser.finish(), armed=True) + (
-            "" if self._matcher.found else self._matcher.finish()
-        )
-
-    def _matched(self, events: list[Event], *, armed: bool) -> str:
-        found = ""
-        for event in events:
-            text = event.get("text", "")
-            if event["field"] == CONTENT and armed:
-                found += self._matcher.push(text)
-                if self._matcher.found:
-                    break
-            else:
-                found += self._matcher.finish() + text
-        return found
+    stop: str = ""  # The stop string that it ends with; empty: none
 
 
 class Assembler:
-    """One choice's text: detokenized, and cut at the first stop string."""
+    """One choice's text: detokenized, and cut at the first stop string of its content. There is none in thoughts and calls."""
 
     def __init__(
         self,
@@ -180,14 +142,29 @@ class Assembler:
         searched for them."""
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops, keeps_stop=keeps_stop)
-        self._content = ContentStops(self._matcher, regions if stops else NO_REGIONS)
+        self._parser = RegionParser(regions if stops else NO_REGIONS)
         self._unmatched = min_tokens
 
     def push(self, token: int) -> TextPiece:
         new, armed = self._detokenizer.push(token), not self._unmatched
         self._unmatched -= not armed
-        return TextPiece(self._content.push(new, armed=armed) if new else "", self._matcher.found)
+        return TextPiece(self._matched(self._parser.feed(new), armed=armed) if new else "", self._matcher.found)
 
     def finish(self) -> TextPiece:
-        text = self._content.push(self._detokenizer.finish())
-        return TextPiece(text if self._matcher.found else text + self._content.finish(), self._matcher.found)
+        text = self._matched(self._parser.feed(self._detokenizer.finish()))
+        if not self._matcher.found:
+            text += self._matched(self._parser.finish())
+        return TextPiece(text if self._matcher.found else text + self._matcher.finish(), self._matcher.found)
+
+    def _matched(self, events: list[Event], *, armed: bool = True) -> str:
+        """The text that is certain to come before any stop string. `armed`: stop strings are looked for in it."""
+        found = ""
+        for event in events:
+            text = event.get("text", "")
+            if event["field"] == CONTENT and armed:
+                found += self._matcher.push(text)
+                if self._matcher.found:
+                    break
+            else:
+                found += self._matcher.finish() + text
+        return found

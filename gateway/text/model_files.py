@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from gateway.text.generation_config import SamplingDefaults, sampling_defaults
-from gateway.text.tokenizer import ModelFacts, ModelTokenizer
+from gateway.text.tokenizer import ModelFacts, ModelTokenizer, SamplingDefaults, sampling_defaults
 from proto.errors import CrossdockError
 from proto.limits import context_tokens
 

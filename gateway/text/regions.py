@@ -16,11 +16,8 @@ Event = dict[str, Any]
 @dataclass(frozen=True)
 class Region:
     field: str
-    open: tuple[str, ...]
-    """The marks that open the region. If there are none, it begins with a brace at the answer's start."""
-    close: tuple[str, ...] = ()
-    """The marks that end the region. If there are none, it goes on to the end of the answer. A mark that is also in `open`
-    opens the next region."""
+    open: tuple[str, ...]  # marks that open it; none: a brace at the answer's start does
+    close: tuple[str, ...] = ()  # marks that end it; none: the answer's end. One in `open` too opens the next.
 
 
 @dataclass(frozen=True)
@@ -28,8 +25,7 @@ class Regions:
     """The regions that answers of one form can have."""
 
     all: tuple[Region, ...]
-    begun: Region | None = None
-    """The region that the prompt has already opened, if any."""
+    begun: Region | None = None  # The region that the prompt has already opened, if any
 
 
 NO_REGIONS: Final = Regions(())
@@ -41,11 +37,9 @@ class RegionParser:
     def __init__(self, regions: Regions) -> None:
         self._marked = [region for region in regions.all if region.open]
         self._bare = next((region for region in regions.all if not region.open), None)
-        """None once the answer's first character has come."""
         self._region = regions.begun
         self._in_string = self._escaped = False
-        self._held = ""
-        """Text that is held back because it may be the start of a mark."""
+        self._held = ""  # Text that is held back because it may be the start of a mark
         self._events: list[Event] = []
 
     def feed(self, text: str) -> list[Event]:

@@ -10,17 +10,12 @@ _NAMES = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class TemplateFacts:
-    text: str = ""
-    """The text of all the model's templates, where it has several."""
-    variables: frozenset[str] = frozenset()
-    """Names of the variables that the template expects from its caller."""
-    response_template: dict[str, Any] | None = None
-    """The model's own description of its answers, from which transformers reads them; None if it has none."""
-    roles_in_parts: frozenset[str] = frozenset()
-    """Roles whose content the template reads as a list of parts only."""
+    text: str = ""  # The text of all the model's templates, where it has several
+    variables: frozenset[str] = frozenset()  # Names of the variables that the template expects from its caller
+    response_template: dict[str, Any] | None = None  # the model's own description of its answers
+    roles_in_parts: frozenset[str] = frozenset()  # Roles whose content the template reads as a list of parts only
     shows_system: bool = True
-    fault: str = ""
-    """Why the model cannot chat with this template; empty: it can."""
+    fault: str = ""  # Why the model cannot chat with this template; empty: it can
 
     @property
     def takes_tools(self) -> bool:

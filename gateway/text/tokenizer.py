@@ -2,13 +2,13 @@
 them."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from gateway.text.detokenize import BROKEN, CONTEXT_TOKENS, Assembler, Detokenizer
-from gateway.text.generation_config import SamplingDefaults
 from gateway.text.regions import NO_REGIONS, Regions
 from gateway.text.template_facts import TemplateError, as_parts, template_facts, with_content_forms
 from gateway.text.token_texts import Pieces, TokenTexts
@@ -16,29 +16,64 @@ from proto import limits
 from proto.parts import Room
 
 _OF_TEMPLATES = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Errors that the expressions of a template may raise."""
 _TEMPLATE_CHARS_MAX = 32 << 20
 _SLICE_CHARS = 1 << 18
 _END_TOKENS_MAX = 64
-_LONG_TOKENS = 4096
-"""Longer lists are decoded without holding the interpreter's lock. Shorter ones are not, since getting the lock again takes a
-moment."""
+_LONG_TOKENS = 4096  # longer lists are decoded without the interpreter's lock
 
 
 class TextTooLong(Exception):
     """The text has more tokens than any model's context."""
 
 
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, limits.MAX_VOCAB - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 100.0),
+}
+_ABOVE_MIN = frozenset({"top_p", "repetition_penalty"})  # Fields whose lower bound itself is not allowed
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """The values that apply if a request leaves a field out or sends null. The defaults here are OpenAI's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+def sampling_defaults(generation_config: dict[str, Any]) -> SamplingDefaults:
+    """Read the file as vLLM does: use the values and ignore `do_sample`. Raises ValueError for a value that is out of
+    bounds."""
+    found: dict[str, Any] = {}
+    for one in fields(SamplingDefaults):
+        value = generation_config.get(one.name)
+        if value is None:
+            continue
+        low, high = _RANGES[one.name]
+        kinds = (int,) if one.name == "top_k" else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+            raise ValueError(f"generation_config.json: {one.name} is {value!r}, which is not a number as it should be")
+        if not low <= value <= high or (value == low and one.name in _ABOVE_MIN):
+            raise ValueError(
+                f"generation_config.json: {one.name} is {value}, which is not between {low:g} and {high:g}"
+            )
+        found[one.name] = max(value, 0) if one.name == "top_k" else float(value)
+    return SamplingDefaults(**found)
+
+
 @dataclass(frozen=True)
 class ModelFacts:
-    context_tokens: int
-    """Most tokens of prompt and answer together: by the configuration, until workers of the model are known."""
-    vocab_size: int
-    """Token ids below it are the model's, whether or not the tokenizer knows them."""
+    context_tokens: int  # prompt and answer; by the configuration until workers of the model are known
+    vocab_size: int  # Token ids below it are the model's, whether or not the tokenizer knows them
     eos_ids: frozenset[int]
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
-    room: Room | None = None
-    """The largest request that the workers can hold, as the coordinator last said; None: not known yet."""
+    room: Room | None = None  # of the workers, as the coordinator last said
 
     def within(self, room: Room) -> "ModelFacts":
         """Returns the facts for workers with this room."""

@@ -6,10 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from gateway.text.fair_queue import LARGE_BYTES, TokenizerJob, TokenizerQueue
+from gateway.shares import LARGE_BYTES, FairQueue, Job
 
-THREADS: Final = 3
-"""Large jobs may take all but one."""
+THREADS: Final = 3  # Large jobs may take all but one
 
 R = TypeVar("R")
 
@@ -21,7 +20,7 @@ class TokenizerThreads:
         assert threads >= 2, "one thread is kept for jobs that are not large"
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
-        self._queue: TokenizerQueue[tuple[Callable[[], Any], asyncio.Future[Any]]] = TokenizerQueue()
+        self._queue: FairQueue[tuple[Callable[[], Any], asyncio.Future[Any]]] = FairQueue()
         self._running = 0
         self._running_large = 0
 
@@ -52,9 +51,7 @@ class TokenizerThreads:
             done = asyncio.get_running_loop().run_in_executor(self._pool, job.work[0])
             done.add_done_callback(partial(self._ended, job))
 
-    def _ended(
-        self, job: TokenizerJob[tuple[Callable[[], Any], asyncio.Future[Any]]], done: asyncio.Future[Any]
-    ) -> None:
+    def _ended(self, job: Job[tuple[Callable[[], Any], asyncio.Future[Any]]], done: asyncio.Future[Any]) -> None:
         self._running -= 1
         self._running_large -= job.cost >= LARGE_BYTES
         future = job.work[1]

@@ -13,17 +13,14 @@ from gateway.tools.request import Tool, Tools
 
 KWARGS_MAX: Final = 16
 KWARGS_BYTES_MAX: Final = 16_384
-ARGUMENTS_BYTES_MAX: Final = 16 << 20
-"""Bytes that the arguments of all calls may take in memory, beside the characters of their strings."""
+ARGUMENTS_BYTES_MAX: Final = 16 << 20  # memory of all calls' arguments, beside the characters of their strings
 _OURS: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"})
-_SWITCHES: Final = ("enable_thinking", "thinking")
-"""Names of the variable that turns thoughts on or off. Templates know one of them at most, and clients send either or both."""
+_SWITCHES: Final = ("enable_thinking", "thinking")  # templates know one at most; clients send both
 _CALLS_IN_WORDS: Final = (
     "You can call functions. Each line here describes one, as JSON:\n{tools}\n"
     "To call one, answer with its name and its arguments in this form, and nothing else:\n"
     '<tool_call>\n{{"name": "NAME", "arguments": {{"PARAMETER": "VALUE"}}}}\n</tool_call>'
-)
-"""Words for models whose chat template knows no tools."""
+)  # Words for models whose chat template knows no tools
 
 
 def tells_in_words(facts: TemplateFacts) -> bool:
@@ -72,8 +69,7 @@ def template_messages(messages: Sequence[Any], tools: Tools | None, facts: Templ
     """`messages` are `gateway.openai.request_types.ChatMessage`. Raises `ApiError`."""
     in_words = tells_in_words(facts)
     found, called, arguments_bytes = list[dict[str, Any]](), set[str](), 0
-    before_is_own = False
-    """The last message is of the user's role, and its text is made here. Many templates want roles to alternate."""
+    before_is_own = False  # the last message is the user's and made here; many templates want roles to alternate
     for number, message in enumerate(messages):
         param = f"messages[{number}]"
         _check(message, param)

@@ -21,19 +21,13 @@ class CallFormat:
     """One form of tool calls."""
 
     name: str
-    marks: tuple[str, ...]
-    """Marks that may be special tokens. They are kept in the text while an answer is read."""
-    regions: tuple[Region, ...]
-    """Where calls are."""
-    opening: str
-    """The text that the first call begins with."""
+    marks: tuple[str, ...]  # Marks that may be special tokens. They are kept in the text while an answer is read.
+    regions: tuple[Region, ...]  # Where calls are
+    opening: str  # The text that the first call begins with
     closing: str
-    arguments: str
-    """The key of a call's arguments; empty: NAME[ARGS]{…}."""
-    in_list: bool = False
-    """All calls stand in one JSON list behind one opening."""
-    separator: str = ""
-    """The separator between two calls, where it is not white space."""
+    arguments: str  # The key of a call's arguments; empty: NAME[ARGS]{…}
+    in_list: bool = False  # All calls stand in one JSON list behind one opening
+    separator: str = ""  # The separator between two calls, where it is not white space
 
     def call(self, tool: Tool, grammar: Grammar) -> str:
         """Raises `SchemaError` and `TooLarge`."""

@@ -17,20 +17,13 @@ _THOUGHTS: Final = frozenset({"thinking", "reasoning", "reasoning_content"})
 class Reading:
     """How the answers to one request are read."""
 
-    regions: Regions
-    """The regions of answers. Those of a model's own template are here only if their marks are fixed texts."""
-    keep: frozenset[int]
-    """Special tokens that are text here: the marks of calls and thoughts."""
-    thought_ends: frozenset[int] = frozenset()
-    """The token that ends a thought; empty if the end mark is not a single token."""
-    thought_begun: bool = False
-    """The prompt has begun one."""
-    own: dict[str, Any] | None = None
-    """The model's response template: it says what the parts of a call are."""
-    prefix: str = ""
-    """The prompt, for the model's response template: the prompt's end may be the beginning of the answer."""
-    short_ids: bool = False
-    """Calls have short ids: Mistral's templates take nine letters and digits only."""
+    regions: Regions  # those of a model's own template, only if their marks are fixed texts
+    keep: frozenset[int]  # Special tokens that are text here: the marks of calls and thoughts
+    thought_ends: frozenset[int] = frozenset()  # the token that ends a thought, if it is one
+    thought_begun: bool = False  # The prompt has begun one
+    own: dict[str, Any] | None = None  # The model's response template: it says what the parts of a call are
+    prefix: str = ""  # the prompt, for the model's response template: its end may begin the answer
+    short_ids: bool = False  # Calls have short ids: Mistral's templates take nine letters and digits only
     tools: tuple[dict[str, Any], ...] = ()
 
 
@@ -40,8 +33,7 @@ class Parts:
 
     content: str = ""
     reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    """Deltas, as OpenAI defines them."""
+    calls: list[dict[str, Any]] = field(default_factory=list)  # Deltas, as OpenAI defines them
 
     def delta(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -63,18 +55,14 @@ class AnswerReader:
         self._seed = seed
         self._has_calls = any(region.field == CALLS for region in reading.regions.all) or reading.own is not None
         self._parser: Any = RegionParser(reading.regions) if reading.own is None else _own_parser(reading, reading.own)
-        """None after the answer has not matched its template."""
-        self._unread = ""
-        """Text of a region of calls that is open, where the template reads it as a whole."""
+        self._unread = ""  # Text of a region of calls that is open, where the template reads it as a whole
         self._calls: CallReader | None = None
         self._parts = Parts()
-        self._blank = {"content": True, "reasoning": True}
-        """Whether a part has had only white space so far. Models write line ends after marks."""
+        self._blank = {"content": True, "reasoning": True}  # only white space so far
         self._held = {"content": "", "reasoning": ""}
-        self._raw: str | None = ""
-        """Text of the present region of calls; None once a call was found in it."""
+        self._raw: str | None = ""  # Text of the present region of calls; None once a call was found in it
         self.calls = 0
-        self._in_call = False
+        self.ends_in_call = False  # the answer ended inside a call
         self.reasoning_tokens = 0
         self._thinking = reading.thought_begun
 
@@ -92,17 +80,12 @@ class AnswerReader:
         self._count(list(tokens), was_thinking)
         return self._parts
 
-    @property
-    def ends_in_call(self) -> bool:
-        """Whether the answer ended inside a call."""
-        return self._in_call
-
     def _parse(self, text: str, *, ended: bool, cut: bool) -> None:
         unread = self._unread + text
         try:
             self._take(self._parser.feed(text))
             if ended and self._calls is not None:
-                self._in_call = self._reading.own is not None or not self._calls.is_between
+                self.ends_in_call = self._reading.own is not None or not self._calls.is_between
             if ended and cut and self._calls is not None:
                 self._end_calls(cut=True)
             elif ended and self._reading.own is None:

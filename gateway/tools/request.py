@@ -10,14 +10,15 @@ import msgspec
 from gateway.http.errors import bad_value
 from gateway.http.json_text import values_bytes
 
-TOOLS_MAX: Final = 512
-"""OpenAI takes 128. Anthropic's clients send more, as soon as some MCP servers are configured."""
-TOOLS_BYTES_MAX: Final = 16 << 20
-"""Bytes that the schemas of all tools may take in memory. Chat templates write all of them in one step, which blocks all other
-work."""
-NAME_CHARS_MAX: Final = 128
-"""Anthropic's bound; OpenAI's is 64. The names of MCP tools are long."""
+TOOLS_MAX: Final = 512  # OpenAI takes 128. Anthropic's clients send more, as soon as some MCP servers are configured.
+TOOLS_BYTES_MAX: Final = 16 << 20  # schemas of all tools in memory; chat templates write them in one blocking step
+NAME_CHARS_MAX: Final = 128  # Anthropic's bound; OpenAI's is 64. The names of MCP tools are long.
 _NAME: Final = re.compile(rf"[A-Za-z0-9_-]{{1,{NAME_CHARS_MAX}}}")
+_TYPES: Final = (
+    ("description", str, "a string"),
+    ("parameters", dict, "a JSON schema"),
+    ("strict", bool, "true or false"),
+)
 _FUNCTION_FIELDS: Final = {"name", "description", "parameters", "strict"}
 
 
@@ -25,8 +26,7 @@ _FUNCTION_FIELDS: Final = {"name", "description", "parameters", "strict"}
 class Tool:
     name: str
     description: str
-    parameters: dict[str, Any] | None
-    """A JSON schema; None: any object."""
+    parameters: dict[str, Any] | None  # A JSON schema; None: any object
     strict: bool
 
     def described(self) -> dict[str, Any]:
@@ -40,13 +40,10 @@ class Tool:
 class Tools:
     """The tools that the model may, or must, call."""
 
-    offered: tuple[Tool, ...]
-    """All that the model is told of."""
-    allowed: tuple[Tool, ...]
-    """Those that it may call; none with `tool_choice` "none"."""
+    offered: tuple[Tool, ...]  # All that the model is told of
+    allowed: tuple[Tool, ...]  # Those that it may call; none with `tool_choice` "none"
     must_call: bool
-    parallel: bool
-    """Several in one answer."""
+    parallel: bool  # Several in one answer
 
 
 def tools_of(fields: dict[str, Any]) -> Tools | None:
@@ -92,18 +89,13 @@ def _tool(value: Any, param: str) -> Tool:
         raise bad_value(
             f"{param}.name", f"'{param}.name' must be 1 to {NAME_CHARS_MAX} letters, digits, underscores, dashes."
         )
-    description = function.get("description") or ""
-    if not isinstance(description, str):
-        raise bad_value(f"{param}.description", f"'{param}.description' must be a string.", "invalid_type")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise bad_value(f"{param}.parameters", f"'{param}.parameters' must be a JSON schema.", "invalid_type")
+    for key, kind, words in _TYPES:
+        if function.get(key) is not None and not isinstance(function[key], kind):
+            raise bad_value(f"{param}.{key}", f"'{param}.{key}' must be {words}.", "invalid_type")
     types = parameters.get("type", "object") if parameters else "object"
     if "object" not in (types if isinstance(types, list) else [types]):
         raise bad_value(f"{param}.parameters", f"'{param}.parameters' must be the schema of an object.")
-    strict = function.get("strict")
-    if strict is not None and not isinstance(strict, bool):
-        raise bad_value(f"{param}.strict", f"'{param}.strict' must be true or false.", "invalid_type")
-    return Tool(name, description, parameters, bool(strict))
+    return Tool(name, function.get("description") or "", parameters, bool(function.get("strict")))
 
 
 def _chosen(choice: Any, offered: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], bool]:

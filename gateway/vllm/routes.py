@@ -2,18 +2,36 @@
 on its tokenizer threads."""
 
 from functools import partial
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+from pydantic import Field
 from starlette.responses import Response
 
+from gateway.http.bounds import MaxItems, Text
 from gateway.http.encoding import JsonResponse
 from gateway.http.errors import bad_value
 from gateway.openai.call import Call, route
 from gateway.openai.forms import Chat
 from gateway.openai.prepare import encoded
-from gateway.openai.request_types import ChatRequest, validate
+from gateway.openai.request_types import MESSAGES_MAX, ChatMessage, ChatRequest, RequestType, validate
 from gateway.text.tokenizer import ModelTokenizer
-from gateway.vllm.types import DetokenizeRequest, TokenizeRequest
+from proto import limits
+
+
+class TokenizeRequest(RequestType):
+    """Either `prompt` or `messages`."""
+
+    model: Annotated[str, Field(min_length=1, max_length=limits.MAX_TEXT_CHARS)] | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1), MaxItems(MESSAGES_MAX)] | None = None
+    add_special_tokens: bool | None = None
+    """Null: true for a prompt, false for messages, whose template has them."""
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(RequestType):
+    model: Annotated[str, Field(min_length=1, max_length=limits.MAX_TEXT_CHARS)] | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], MaxItems(limits.MAX_CONTEXT_TOKENS)]
 
 
 async def tokenize(call: Call) -> Response:

@@ -90,7 +90,6 @@ def device_index(device: torch.device) -> int:
 
 
 def device_uuid(device: torch.device) -> bytes:
-    """Returns 16 bytes that identify this GPU worldwide."""
     digits = re.sub("[^0-9a-fA-F]", "", str(torch.cuda.get_device_properties(device).uuid))
     if len(digits) != 32:
         raise CudaError("this GPU has no id that torch knows")

@@ -151,8 +151,6 @@ class DeviceQueue:
 
 
 class DeviceThread:
-    """Lives as long as the process."""
-
     def __init__(self, name: str) -> None:
         self._queue = DeviceQueue(time.monotonic)
         self._asked = threading.Event()
@@ -180,7 +178,6 @@ _lock = threading.Lock()
 
 
 def device_thread(index: int) -> DeviceThread:
-    """Returns this device's thread, one for the whole process."""
     with _lock:
         if index not in _threads:
             _threads[index] = DeviceThread(f"nccl-{index}")

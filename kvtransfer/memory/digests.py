@@ -68,7 +68,6 @@ class BlockDigests:
         self._digests = [b""] * rows.sub_blocks  # empty: not made
 
     def make(self, block_ids: Sequence[int]) -> None:
-        """Digest these blocks, whose new contents are final."""
         for block, digest in zip(block_ids, self._digester.each(block_ids), strict=True):
             self._digests[block] = digest
 

@@ -37,16 +37,13 @@ class KvLayout:
 
     @property
     def block_shape(self) -> tuple[int, int, int, int, int]:
-        """The shape of one block: (layers, 2, block_size, kv_heads, head_dim)."""
         return (self.layers, 2, self.block_size, self.kv_heads, self.head_dim)
 
     def shape(self, blocks: int) -> tuple[int, int, int, int, int, int]:
-        """The shape of `blocks` blocks, in elements."""
         return (blocks, *self.block_shape)
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block."""
         elements = self.layers * 2 * self.block_size * self.kv_heads * self.head_dim
         return elements * DTYPE_BYTES[self.dtype]
 

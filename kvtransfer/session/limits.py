@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from proto.limits import MAX_SEGMENTS_ANNOUNCED
+from proto.limits import KV_TIMEOUT_MS, MAX_SEGMENTS_ANNOUNCED
 
 AUTO = ("shm", "cuda_ipc", "nccl", "tcp")  # by default, best first
 SHM_WINDOW_BYTES = 16 << 20
@@ -21,7 +21,7 @@ def segment_bytes_on(device: str) -> int:
 
 
 FETCH_IDLE_MS = 10_000  # without progress, after which a fetch has failed: it never waits for computation
-DIGEST_EVERY = {"full": 1, "sampled": 16}  # `--kv-digest` → segments per digest
+CPU_BYTES_PER_S = 256 << 20  # that a decode worker on a CPU takes in while streams run: more slows them
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class KvSettings:
     """The rate at which the receiver begins segments while it is busy, over all pairs; 0: no limit. A segment is held back for
     at most a quarter of `segment_timeout_ms`, counted from the pair's previous segment."""
     burst_bytes: int = 64 << 20  # after a pause, so many bytes are received at full speed
-    rendezvous_timeout_ms: int = 10_000  # a pair not connected by then is dropped, and its sessions fail
+    rendezvous_timeout_ms: int = KV_TIMEOUT_MS  # a pair not connected by then is dropped, and its sessions fail
     segment_timeout_ms: int = 3_000
     """One segment must cross in this time, or its pair is given up. It bounds how long a killed peer goes unnoticed
     on the data plane, and so how long blocks stay untouchable after a failure."""
@@ -62,7 +62,7 @@ class KvSettings:
     idle_timeout_ms: int = 300_000
     """An accepted session without progress for this long has failed. Prefill computation does not count as progress, so this
     is a last resort: normally the coordinator ends the session first."""
-    ack_timeout_ms: int = 15_000  # a commit without an answer by then has failed; the receiver may have the KV
+    ack_timeout_ms: int = KV_TIMEOUT_MS  # a commit without an answer by then has failed; the receiver may have the KV
     sessions_max: int = 4_096  # live, per driver; more offers are declined
     pairs_max: int = 256  # per driver, dying ones included; each is a thread; more are refused
     remembered_max: int = 4_096  # ended sessions kept to answer late frames

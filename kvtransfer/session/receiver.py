@@ -89,7 +89,7 @@ RECEIVER_TABLE: Table = {
 class ReceiverSession(TransferSession):
     """Made by an offer; the local side answers it with `OfferAccepted` or `Refusal`, at once or later."""
 
-    table, peer = RECEIVER_TABLE, "sender"
+    table, other_end = RECEIVER_TABLE, "sender"
 
     def __init__(self, offer: Offer, *, block_bytes: int, settings: KvSettings, now: float) -> None:
         super().__init__(offer.request_id, offer.attempt)

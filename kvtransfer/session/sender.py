@@ -105,7 +105,7 @@ SENDER_TABLE: Table = {
 class SenderSession(TransferSession):
     """Made when a request is placed; its offer goes out with `start`. Blocks are handed in as prefill finishes them."""
 
-    table, peer = SENDER_TABLE, "receiver"
+    table, other_end = SENDER_TABLE, "receiver"
 
     def __init__(
         self, request_id: str, attempt: int, *, pair_id: int, blocks: int, block_bytes: int, settings: KvSettings

@@ -27,7 +27,7 @@ The segments of all sessions of one pair share its order. `AnnounceOrder` keeps 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from proto.kv import Abort, Commit, FirstToken
 from proto.messages import Message
@@ -94,15 +94,11 @@ class OfferAccepted:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The local side does not take the offer."""
-
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class CommitArrived:
-    """A `Commit` with the binary frame that follows it."""
-
     commit: Commit
     blob: bytes
 
@@ -121,7 +117,7 @@ class PairLost:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed, so a deadline may have expired."""
+    pass
 
 
 # --- actions --------------------------------------------------------------------------------------------------------
@@ -164,8 +160,6 @@ class Quarantine:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """The peer broke the protocol; for the counter."""
-
     reason: str
 
 
@@ -212,8 +206,6 @@ class KvReceiveFailed:
 
 @dataclass(frozen=True, slots=True)
 class KvDeclined:
-    """The local side refused the offer."""
-
     request_id: str
     attempt: int
     reason: str
@@ -244,17 +236,30 @@ class Receiving:
 
 
 class TransferSession:
-    """Dispatch by table, the deadline, and the set of segments in flight."""
+    """Dispatch by table, the deadline, and the set of segments in flight.
+
+    Its driver keeps its connection and timer here. Block ids are those of the connection: sub-blocks, if the peer's blocks
+    are smaller than ours.
+    """
 
     table: Table
-    peer: str  # the other end's name in reasons
+    other_end: str  # its name in reasons
     state: str
+    blocks: int
+    peer: Any
+    timer: Any = None
+    timer_at = 0.0
+    ended_at = 0.0
 
     def __init__(self, request_id: str, attempt: int) -> None:
         self.request_id = request_id
         self.attempt = attempt
         self.in_flight: set[int] = set()
         self._deadline: float | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return (self.request_id, self.attempt)
 
     def handle(self, event: object, now: float) -> list[Action]:
         """Handle one event and return the actions to carry out, in order. `now` is in seconds and never goes back."""
@@ -281,7 +286,7 @@ class TransferSession:
                 self.in_flight.remove(event.segment)
                 return [] if self.in_flight else self._over()
             case Abort():
-                return self._fail(f"aborted by the {self.peer}: {event.reason}", tell_peer=False)
+                return self._fail(f"aborted by the {self.other_end}: {event.reason}", tell_peer=False)
             case LocalAbort():
                 return self._fail(event.reason, tell_peer=True)
             case PairLost():

@@ -1,57 +1,52 @@
-"""Both ends of a pair whose sender writes directly to the receiver's blocks, as `cuda_ipc` does.
+"""Both ends of a pair whose receiver says where its sender writes each segment, as in `shm` and `cuda_ipc`.
 
-Segments cross in four moves: the announcement (control link), the receiver's grant of target blocks, the sender's copy, and its
-word that it is done; then the receiver digests the blocks where they lie. Messages and proof of life are in `unix_socket`.
-
-Stale writes are prevented by order, not by timeouts: granted blocks are not reused until the sender says DONE or SKIPPED or
-its lifeline has ended. A receiver that no longer wants a segment writes its sequence to the *board*, a page shared by the two;
-the sender looks there before each piece and skips the rest. This only makes the answer come sooner; the blocks stay granted
-until the answer.
+Segments cross in four moves: the announcement (control link), the receiver's grant, the sender's copy, and its word that it is
+done. Messages and proof of life are in `unix_socket`.
 """
 
-import os
 import select
 import time
+from abc import abstractmethod
 from collections import deque
-from itertools import islice
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
-from kvtransfer.memory.device_copy import DeviceCopier, DeviceDigester
 from kvtransfer.session.limits import WINDOW_SEGMENTS_MAX
-from kvtransfer.transports.transport import UNWANTED, Answer, Channel, Inbox, LocalEnd, PairBroken, SegmentJob
-from kvtransfer.transports.unix_rendezvous import CancelFlags
-from kvtransfer.transports.unix_socket import (
-    DONE,
-    GRANT,
-    GRANT_BLOCKS_MAX,
-    SKIPPED,
-    UnixConnection,
-    pack_grants,
-    unpack_grants,
+from kvtransfer.transports.transport import (
+    MAX_QUEUED_SEGMENTS,
+    UNWANTED,
+    Answer,
+    Channel,
+    Inbox,
+    LocalEnd,
+    PairBroken,
+    SegmentJob,
 )
+from kvtransfer.transports.unix_socket import DONE, GRANT, SKIPPED, UnixConnection
+
+Where = TypeVar("Where")  # that a grant names
 
 
-class RemoteWriter(Channel):
-    """The sender's end: writes to the blocks that it is granted."""
+class GrantedWriter(Channel, Generic[Where]):
+    """The sender's end: writes where it is granted."""
 
-    def __init__(
-        self,
-        local: LocalEnd,
-        connection: UnixConnection,
-        copier: DeviceCopier,
-        target_sub_blocks: int,
-        board: CancelFlags,
-        lifeline: int,
-    ) -> None:
+    def __init__(self, local: LocalEnd, connection: UnixConnection) -> None:
         self._connection = connection
-        self._lifeline = lifeline
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
-        self._copier: DeviceCopier | None = copier
-        self._target_sub_blocks = target_sub_blocks
-        self._board: CancelFlags | None = board
+
+    @abstractmethod
+    def _unpack(self, payload: bytes) -> Sequence[Where]:
+        """Read what a message grants to segments that follow each other. Raises `PairBroken`."""
+
+    @abstractmethod
+    def _write(self, job: SegmentJob, where: Where, go_on: Callable[[int], bool]) -> bytes:
+        """Write a segment and return its digest; empty if the receiver does not want it, or `go_on` returned false. Raises
+        `PairBroken` if it does not fit there."""
 
     def work(self, inbox: Inbox, answer: Answer) -> None:
         jobs: deque[SegmentJob] = deque()
-        grants: deque[tuple[int, list[int]]] = deque()
+        grants: deque[tuple[int, Where]] = deque()
         poll = select.poll()
         poll.register(inbox, select.POLLIN)
         poll.register(self._connection, select.POLLIN)
@@ -59,7 +54,7 @@ class RemoteWriter(Channel):
         while not inbox.closed:
             left_s = waiting_since + self._timeout_s - time.monotonic()
             if not poll.poll(max(0.0, left_s) * 1e3 if jobs else None):
-                raise PairBroken(f"the receiver granted no blocks in {self._timeout_s:g} s")
+                raise PairBroken(f"the receiver granted no room in {self._timeout_s:g} s")
             if not jobs:
                 waiting_since = time.monotonic()
             jobs += inbox.take()
@@ -76,38 +71,23 @@ class RemoteWriter(Channel):
                 waiting_since = time.monotonic()
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
-        # Unmapped first: the end of the lifeline says that nothing is written any more.
-        self._copier = self._board = None
-        os.close(self._lifeline)
         self._connection.close()
 
-    def _hear(self, grants: deque[tuple[int, list[int]]]) -> None:
-        """Add what was granted since: sequences, and the blocks of each."""
+    def _hear(self, grants: deque[tuple[int, Where]]) -> None:
+        """Add what was granted since: sequences, and the place of each."""
         while (message := self._connection.receive()) is not None:
             kind, sequence, payload = message
             if kind != GRANT:
                 raise PairBroken(f"the receiver broke the protocol: message {kind} of {len(payload)} bytes")
-            grants += enumerate(unpack_grants(payload, self._target_sub_blocks), sequence)
+            grants += enumerate(self._unpack(payload), sequence)
             if len(grants) > WINDOW_SEGMENTS_MAX:
-                raise PairBroken(
-                    f"the receiver broke the protocol: it granted blocks for {len(grants)} segments at once"
-                )
+                raise PairBroken(f"the receiver broke the protocol: it granted room for {len(grants)} segments at once")
 
-    def _carry_out(self, job: SegmentJob, sequence: int, target_ids: list[int], inbox: Inbox) -> bytes:
-        """Copy a granted segment and return its digest: `UNWANTED` if the receiver does not want it, empty if this pair is
-        being closed."""
-        assert job.block_ids is not None and self._copier is not None and self._board is not None
-        if sequence != job.sequence or len(target_ids) not in (0, job.blocks):
-            raise PairBroken(
-                f"the receiver granted {len(target_ids)} blocks for segment {sequence}, which is segment {job.sequence}"
-                f" of {job.blocks}"
-            )
-        board = self._board
-
-        def go_on(_: int) -> bool:
-            return not inbox.closed and not board.is_revoked(sequence)
-
-        segment_digest = self._copier.copy(job.block_ids, target_ids, go_on, job.digest) if target_ids else b""
+    def _carry_out(self, job: SegmentJob, sequence: int, where: Where, inbox: Inbox) -> bytes:
+        """Returns the digest; `UNWANTED` if the receiver does not want it; empty if this pair is being closed."""
+        if sequence != job.sequence:
+            raise PairBroken(f"the receiver granted room for segment {sequence}, which is segment {job.sequence}")
+        segment_digest = self._write(job, where, lambda _: not inbox.closed)
         if inbox.closed:
             return b""
         if not self._connection.send(DONE if segment_digest else SKIPPED, sequence):
@@ -115,22 +95,38 @@ class RemoteWriter(Channel):
         return segment_digest or UNWANTED
 
 
-class WriteCredits(Channel):
-    """The receiver's end: grants target blocks, and digests them when they are written."""
+@dataclass(slots=True, eq=False)
+class Granted(Generic[Where]):
+    """A segment that waits for its grant, or whose sender has yet to say that it is done with it."""
 
-    def __init__(
-        self, local: LocalEnd, connection: UnixConnection, digester: DeviceDigester, board: CancelFlags, lifeline: int
-    ) -> None:
+    job: SegmentJob
+    where: Where | None = None  # None: it is not wanted
+    answered: bool = False  # it was given up meanwhile
+
+
+class GrantingReceiver(Channel, Generic[Where]):
+    """The receiver's end: grants places to segments, and digests what is written there."""
+
+    def __init__(self, local: LocalEnd, connection: UnixConnection) -> None:
         self._connection = connection
-        self._lifeline = lifeline
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
-        self._digester = digester
-        self._board = board
-        self._outbox: deque[SegmentJob] = deque()
-        self._granted: deque[tuple[SegmentJob, bool]] = deque()
-        """The granted segments in order, each with whether blocks were granted (False: the segment is unwanted)."""
+        self._outbox: deque[Granted[Where]] = deque()
+        self._granted: deque[Granted[Where]] = deque()  # in order
+        self._inbox: Inbox | None = None
+
+    @abstractmethod
+    def _grant(self) -> bool:
+        """Grant places to the next segments, several in one message, up to one window. The limit is needed because a sender
+        finishes a segment before it is digested here, and would announce more and more. Returns False if the connection has
+        no room for the message now."""
+
+    @abstractmethod
+    def _written(self, one: Granted[Where], is_done: bool) -> bytes:
+        """The sender has written this segment, or skipped it. Returns its digest; empty if it is not wanted. Raises
+        `PairBroken` if the sender had to do the other."""
 
     def work(self, inbox: Inbox, answer: Answer) -> None:
+        self._inbox = inbox
         poll = select.poll()
         poll.register(inbox, select.POLLIN)
         poll.register(self._connection, select.POLLIN)
@@ -141,56 +137,20 @@ class WriteCredits(Channel):
                 raise PairBroken(f"the sender moved nothing in {self._timeout_s:g} s")
             if not self._granted:
                 heard_at = time.monotonic()
-            self._outbox += inbox.take()
-            self._grant()
+            self._take_in(inbox, answer)
             while not inbox.closed and self._hear(answer):
                 heard_at = time.monotonic()
-                self._outbox += inbox.take()
-                self._grant()
+                self._take_in(inbox, answer)
             poll.modify(self._connection, select.POLLIN | (0 if self._grant() else select.POLLOUT))
 
     def settle(self, inbox: Inbox, answer: Answer) -> None:
-        for job, _ in self._granted:
-            job.block_ids = None
-            self._board.revoke(job.sequence)
-        self._connection.hang_up()
-        poll = select.poll()
-        for source in (inbox, self._connection, self._lifeline):
-            poll.register(source, select.POLLIN)
-        while self._granted:
-            ready = dict(poll.poll(inbox.settle_limit_ms))
-            inbox.take()
-            try:
-                if self._connection.fileno() in ready:
-                    self._hear(answer)
-                elif not ready or self._lifeline in ready:
-                    break
-            except PairBroken:
-                # The connection is of no use now, but the sender may still write: only the end of its lifeline proves
-                # otherwise.
-                poll.unregister(self._connection)
-        os.close(self._lifeline)
         self._connection.close()
 
-    def revoke(self, job: SegmentJob) -> None:
-        self._board.revoke(job.sequence)
-
-    def _grant(self) -> bool:
-        """Grant the target blocks of the next segments, several in one message, up to one window. The limit is needed because
-        a sender finishes a segment before we have digested it, and would announce more and more. Returns False if the
-        connection has no room now."""
-        while self._outbox and len(self._granted) < WINDOW_SEGMENTS_MAX:
-            targets: list[tuple[int, ...]] = []
-            blocks = 0
-            for job in islice(self._outbox, WINDOW_SEGMENTS_MAX - len(self._granted)):
-                blocks += job.blocks
-                if blocks > GRANT_BLOCKS_MAX:
-                    break
-                targets.append(job.block_ids or ())
-            if not self._connection.send(GRANT, self._outbox[0].sequence, pack_grants(targets)):
-                return False
-            self._granted.extend((self._outbox.popleft(), bool(block_ids)) for block_ids in targets)
-        return True
+    def _take_in(self, inbox: Inbox, answer: Answer) -> None:
+        self._outbox += [Granted(job) for job in inbox.take()]
+        if len(self._outbox) > MAX_QUEUED_SEGMENTS:
+            raise PairBroken(f"the sender broke the protocol: {len(self._outbox)} segments are announced at once")
+        self._grant()
 
     def _hear(self, answer: Answer) -> bool:
         """Handle the sender's next message. Returns False if there is none."""
@@ -198,14 +158,10 @@ class WriteCredits(Channel):
         if message is None:
             return False
         kind, sequence, _ = message
-        if kind not in (DONE, SKIPPED) or not self._granted or self._granted[0][0].sequence != sequence:
+        if kind not in (DONE, SKIPPED) or not self._granted or self._granted[0].job.sequence != sequence:
             raise PairBroken(f"the sender broke the protocol: message {kind} about segment {sequence}")
-        self._take(kind, sequence, answer)
+        one = self._granted.popleft()
+        segment_digest = self._written(one, kind == DONE)
+        if not one.answered:
+            answer(one.job, segment_digest)
         return True
-
-    def _take(self, kind: int, sequence: int, answer: Answer) -> None:
-        job, with_blocks = self._granted.popleft()
-        block_ids = job.block_ids if with_blocks else None
-        if kind == SKIPPED and block_ids is not None:
-            raise PairBroken(f"the sender skipped segment {sequence}, which is wanted")
-        answer(job, b"" if block_ids is None else self._digester.digest(block_ids))

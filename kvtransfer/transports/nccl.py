@@ -4,8 +4,8 @@
 thread, and both ends together over a communicator simulated in host memory.
 
 A pair has a communicator of two of its own (torch's `ProcessGroupNCCL`, without a default group), set up and used once on
-the pair's thread before the pair is called ready, and a TCP connection beside it (`line`). All messages of a process on one
-device are started by one thread (`device_thread`). A segment crosses like this:
+the pair's thread before the pair is called ready, and a TCP connection beside it, the line (`side_channel`). All messages of a
+process on one device are started by one thread (`device_thread`). A segment crosses like this:
 
     announcement  (control link)   sender → receiver     as with every transport
     OFFERED       (line)           sender → receiver     it is packed: what is offered is sent
@@ -24,7 +24,6 @@ NCCL can do to one that is set up as non-blocking. Its errors must not end this 
 
 import contextlib
 import os
-import secrets
 import select
 import time
 from collections import deque
@@ -38,7 +37,9 @@ from kvtransfer.memory.device_copy import DIGEST_EVERY_MAX, UNSAMPLED, checksum,
 from kvtransfer.memory.device_thread import DeviceThread, TransferHandle, WakeupFd, device_thread
 from kvtransfer.transports import rendezvous
 from kvtransfer.transports.nccl_communicator import ENTERED, Communicator, NcclMessage, warmed_up
-from kvtransfer.transports.side_channel import Line, RendezvousListener, call
+from kvtransfer.transports.side_channel import Line
+from kvtransfer.transports.tcp.listener import TcpListener
+from kvtransfer.transports.tcp.transport import connect as tcp_connect
 from kvtransfer.transports.transport import (
     UNWANTED,
     Answer,
@@ -59,7 +60,6 @@ SKIP: Final = 5
 LAUNCHED: Final = 6
 
 COMMUNICATOR_BYTES: Final = 96 << 20  # NCCL's, estimated, for two ranks with the channels that it may use
-_LINE_SECRET_BYTES: Final = 16
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -239,21 +239,30 @@ class NcclReceives(_NcclChannel):
 
 
 class _Listener(Listener):
-    def __init__(self, local: LocalEnd) -> None:
-        self._local = local
+    def __init__(self, local: LocalEnd, listener: TcpListener) -> None:
+        self._local, self._listener = local, listener
         self._store = rendezvous.StoreListener(local.listen_host, local.settings.rendezvous_timeout_ms / 1e3)
-        # The line's secret goes over the control link: a store lists all it holds to every process that connects.
-        key = secrets.token_bytes(_LINE_SECRET_BYTES)
-        self.meeting = Rendezvous(Nccl.name, local.listen_host, self._store.port, self._store.secret, key=key)
+        # Token and key go over the control link: a store lists all it holds to every process that connects.
+        self._expected, self._line_port = listener.expect()
+        self.meeting = Rendezvous(
+            Nccl.name,
+            local.listen_host,
+            self._store.port,
+            self._store.secret,
+            token=self._expected.token,
+            key=self._expected.key,
+        )
 
     def meet(self) -> Channel:
-        return self._store.meet(self._make)
+        try:
+            return self._store.meet(self._make)
+        finally:
+            self._listener.forget(self._expected)
 
     def _make(self, store: Any, rank: int, host: str, timeout_s: float) -> Channel:
-        local, rendezvous_listener = self._local, RendezvousListener(host)
-        rendezvous_listener.secret = self.meeting.key.hex()
-        store.set("line", str(rendezvous_listener.port))
-        line = rendezvous_listener.accept(timeout_s)
+        local = self._local
+        store.set("line", str(self._line_port))
+        line = Line(self._listener.accept(self._expected, timeout_s)[0])
         try:
             line.say(DIGEST_EVERY, local.settings.digest_every)
             device = local.rows.device
@@ -265,6 +274,7 @@ class _Listener(Listener):
 
     def abandon(self) -> None:
         self._store.abandon()
+        self._expected.abandon()
 
 
 class Nccl(Transport):
@@ -279,7 +289,9 @@ class Nccl(Transport):
         return COMMUNICATOR_BYTES + segment_bytes
 
     def listen(self, local: LocalEnd) -> Listener:
-        return _Listener(local)
+        if not isinstance(local.listener, TcpListener):
+            raise PairBroken("this process has no address to receive KV on")
+        return _Listener(local, local.listener)
 
     def connect(self, local: LocalEnd, meeting: Rendezvous) -> Channel:
         if why := self.unusable(local, same_host=False):
@@ -289,7 +301,7 @@ class Nccl(Transport):
             port = store.get("line").decode()
             if not port.isdecimal() or not 0 < int(port) < 65536:
                 raise PairBroken("the receiver told no port")
-            line = call(meeting.host, int(port), meeting.key.hex(), timeout_s)
+            line = Line(tcp_connect(meeting, int(port), timeout_s)[0])
             try:
                 every = line.await_word(DIGEST_EVERY, timeout_s)
                 if not 1 <= every <= DIGEST_EVERY_MAX:

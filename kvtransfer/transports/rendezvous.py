@@ -12,9 +12,8 @@ import secrets
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from torch import distributed
 
 _c10d: Any = distributed  # torch's own stubs do not export the names used here
@@ -26,21 +25,6 @@ _ARRIVED = "sender"
 _HERE = "here"  # the sender needs the store no more
 _ABANDONED = "abandoned"
 _REACH_SHARE = 0.2  # of the timeout, for a first connection; the TCPStore's retries take up to thrice as long
-
-
-class PendingTransfer(Protocol):
-    """An operation under way."""
-
-    def wait(self, timeout: timedelta) -> bool:
-        """Raises `RuntimeError` when it failed or timed out; the whole group is then unusable."""
-
-
-class ProcessGroup(Protocol):
-    """The part of a process group that is used."""
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> PendingTransfer: ...
-
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> PendingTransfer: ...
 
 
 Met = TypeVar("Met")

@@ -11,12 +11,9 @@ at once, since only the receiver itself writes to its blocks; its place is used 
 """
 
 import os
-import select
 import struct
-import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -25,11 +22,9 @@ from kvtransfer.memory.copying import Copier
 from kvtransfer.memory.digests import Digester, unpack
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.memory.shared import SharedMemory, map_shared
-from kvtransfer.memory.window import WindowRing
 from kvtransfer.session.limits import SHM_WINDOW_BYTES, WINDOW_SEGMENTS_MAX
+from kvtransfer.transports.granted import Granted, GrantedWriter, GrantingReceiver
 from kvtransfer.transports.transport import (
-    MAX_QUEUED_SEGMENTS,
-    UNWANTED,
     Answer,
     Channel,
     Inbox,
@@ -40,15 +35,14 @@ from kvtransfer.transports.transport import (
     SegmentJob,
     Transport,
 )
-from kvtransfer.transports.unix_rendezvous import check_sealed, ready
 from kvtransfer.transports.unix_socket import (
-    DONE,
     GRANT,
     READY,
-    SKIPPED,
     UnixConnection,
     UnixListener,
+    check_sealed,
     connect,
+    ready,
     receive_with_descriptors,
     send_with_descriptors,
 )
@@ -72,144 +66,93 @@ def unpack_places(payload: bytes) -> list[int | None]:
     return [None if word == _UNWANTED_PLACE else word for word in np.frombuffer(payload, dtype=_WORD).tolist()]
 
 
-class ShmWriter(Channel):
+class ShmWriter(GrantedWriter[int | None]):
     """The sender's end: writes to the places in the window that it is granted."""
 
     def __init__(self, local: LocalEnd, connection: UnixConnection, window: PoolRows) -> None:
-        self._connection = connection
-        self._timeout_s = local.settings.segment_timeout_ms / 1e3
+        super().__init__(local, connection)
         self._copier = Copier(local.rows, window, local.digests or Digester(local.rows))
         self._window_sub_blocks = window.sub_blocks
 
-    def work(self, inbox: Inbox, answer: Answer) -> None:
-        jobs: deque[SegmentJob] = deque()
-        grants: deque[tuple[int, int | None]] = deque()
-        poll = select.poll()
-        poll.register(inbox, select.POLLIN)
-        poll.register(self._connection, select.POLLIN)
-        waiting_since = 0.0
-        while not inbox.closed:
-            left_s = waiting_since + self._timeout_s - time.monotonic()
-            if not poll.poll(max(0.0, left_s) * 1e3 if jobs else None):
-                raise PairBroken(f"the receiver granted no room in {self._timeout_s:g} s")
-            if not jobs:
-                waiting_since = time.monotonic()
-            jobs += inbox.take()
-            self._hear(grants)
-            while jobs and grants and not inbox.closed:
-                job, grant = jobs.popleft(), grants.popleft()
-                if not (jobs and grants):
-                    # Now, so that nothing is waited for when the loop has been woken: it is to work while the next is copied.
-                    jobs += inbox.take()
-                    self._hear(grants)
-                segment_digest = self._carry_out(job, *grant, inbox)
-                if segment_digest:
-                    answer(job, segment_digest)
-                waiting_since = time.monotonic()
+    def _unpack(self, payload: bytes) -> list[int | None]:
+        return unpack_places(payload)
 
-    def settle(self, inbox: Inbox, answer: Answer) -> None:
-        self._connection.close()
-
-    def _hear(self, grants: deque[tuple[int, int | None]]) -> None:
-        """Add what was granted since: sequences, and the place of each."""
-        while (message := self._connection.receive()) is not None:
-            kind, sequence, payload = message
-            if kind != GRANT:
-                raise PairBroken(f"the receiver broke the protocol: message {kind} of {len(payload)} bytes")
-            grants += enumerate(unpack_places(payload), sequence)
-            if len(grants) > WINDOW_SEGMENTS_MAX:
-                raise PairBroken(f"the receiver broke the protocol: it granted room for {len(grants)} segments at once")
-
-    def _carry_out(self, job: SegmentJob, sequence: int, place: int | None, inbox: Inbox) -> bytes:
-        """The digest; `UNWANTED` if the receiver does not want it; empty if this pair is being closed."""
+    def _write(self, job: SegmentJob, where: int | None, go_on: Callable[[int], bool]) -> bytes:
         assert job.block_ids is not None
-        if sequence != job.sequence or (place is not None and place + job.blocks > self._window_sub_blocks):
-            raise PairBroken(
-                f"the receiver granted place {place} of {self._window_sub_blocks} for segment {sequence}, which is segment"
-                f" {job.sequence} of {job.blocks}"
-            )
-        segment_digest = UNWANTED
-        if place is not None:
-            sub_blocks = range(place, place + job.blocks)
-            segment_digest = self._copier.copy(job.block_ids, sub_blocks, lambda _: not inbox.closed, job.digest)
-        if inbox.closed:
+        if where is None:
             return b""
-        if not self._connection.send(SKIPPED if place is None else DONE, sequence):
-            raise PairBroken("the receiver does not read what it is told")
-        return segment_digest
+        if where + job.blocks > self._window_sub_blocks:
+            raise PairBroken(f"the receiver granted {job.blocks} blocks from {where} of {self._window_sub_blocks}")
+        return self._copier.copy(job.block_ids, range(where, where + job.blocks), go_on, job.digest)
 
 
-@dataclass(slots=True, eq=False)
-class _Granted:
-    """A segment that the sender has yet to say it is done with."""
+class WindowRing:
+    """A ring of `sub_blocks` sub-blocks. Contiguous ranges of it are taken and given back in the same order."""
 
-    job: SegmentJob
-    place: int | None
-    answered: bool = False  # it was given up meanwhile
+    def __init__(self, sub_blocks: int) -> None:
+        self._sub_blocks = sub_blocks
+        self._held: deque[tuple[int, int]] = deque()  # (first sub-block, sub-blocks), the oldest first
+
+    def take(self, count: int) -> int | None:
+        """Take a contiguous range of `count` sub-blocks. Returns its first sub-block, or None if there is no room now."""
+        first = self._place(count)
+        if first is not None:
+            self._held.append((first, count))
+        return first
+
+    def give_back(self) -> None:
+        """Give back the range that was taken first."""
+        self._held.popleft()
+
+    def take_back(self) -> None:
+        """Undo the last `take`."""
+        self._held.pop()
+
+    def _place(self, count: int) -> int | None:
+        assert count > 0
+        if not self._held:
+            return 0 if count <= self._sub_blocks else None
+        oldest, (last, length) = self._held[0][0], self._held[-1]
+        end = last + length
+        if end <= oldest:  # it has gone round
+            return end if end + count <= oldest else None
+        if end + count <= self._sub_blocks:
+            return end
+        return 0 if count <= oldest else None
 
 
-class ShmReceives(Channel):
+class ShmReceives(GrantingReceiver[int]):
     """The receiver's end: grants places in the window, and copies what is written there to the target blocks."""
 
     def __init__(self, local: LocalEnd, connection: UnixConnection, memory: SharedMemory) -> None:
-        self._connection = connection
-        self._timeout_s = local.settings.segment_timeout_ms / 1e3
+        super().__init__(local, connection)
         self._rows = local.rows
         self._sub_block_bytes = local.rows.layout.block_bytes
         self._window = memory.tensor
         self._ring = WindowRing(memory.bytes // self._sub_block_bytes)
-        self._outbox: deque[_Granted] = deque()
-        self._granted: deque[_Granted] = deque()  # in order
-        self._inbox: Inbox | None = None
-
-    def work(self, inbox: Inbox, answer: Answer) -> None:
-        self._inbox = inbox
-        poll = select.poll()
-        poll.register(inbox, select.POLLIN)
-        poll.register(self._connection, select.POLLIN)
-        heard_at = 0.0
-        while not inbox.closed:
-            left_s = heard_at + self._timeout_s - time.monotonic()
-            if not poll.poll(max(0.0, left_s) * 1e3 if self._granted or self._outbox else None):
-                raise PairBroken(f"the sender moved nothing in {self._timeout_s:g} s")
-            if not self._granted:
-                heard_at = time.monotonic()
-            self._take_in(inbox, answer)
-            while not inbox.closed and self._hear(answer):
-                heard_at = time.monotonic()
-                self._take_in(inbox, answer)
-            poll.modify(self._connection, select.POLLIN | (0 if self._grant() else select.POLLOUT))
-
-    def settle(self, inbox: Inbox, answer: Answer) -> None:
-        self._connection.close()
 
     def revoke(self, job: SegmentJob) -> None:
         if self._inbox is not None:
             self._inbox.wake()
 
     def _take_in(self, inbox: Inbox, answer: Answer) -> None:
-        jobs = inbox.take()
+        super()._take_in(inbox, answer)
         if inbox.was_woken():
             # Given up: nothing but this thread touches their blocks, so they are the session's again at once.
             for one in (*self._granted, *self._outbox):
                 if one.job.owner is not None and one.job.block_ids is None and not one.answered:
                     one.answered = True
                     answer(one.job, b"")
-        self._outbox += [_Granted(job, None) for job in jobs]
-        if len(self._outbox) > MAX_QUEUED_SEGMENTS:
-            raise PairBroken(f"the sender broke the protocol: {len(self._outbox)} segments are announced at once")
-        self._grant()
 
     def _grant(self) -> bool:
-        """Give the next segments their places, as many as there is room for. False if the connection has none now."""
         places: list[int | None] = []
         for one in self._outbox:
             if len(self._granted) + len(places) >= WINDOW_SEGMENTS_MAX:
                 break
-            one.place = None if one.job.block_ids is None else self._ring.take(one.job.blocks)
-            if one.place is None and one.job.block_ids is not None:
+            one.where = None if one.job.block_ids is None else self._ring.take(one.job.blocks)
+            if one.where is None and one.job.block_ids is not None:
                 break
-            places.append(one.place)
+            places.append(one.where)
         if not places:
             return True
         if not self._connection.send(GRANT, self._outbox[0].job.sequence, pack_places(places)):
@@ -220,23 +163,14 @@ class ShmReceives(Channel):
         self._granted.extend(self._outbox.popleft() for _ in places)
         return True
 
-    def _hear(self, answer: Answer) -> bool:
-        """Take in the sender's next word; False if it says nothing."""
-        message = self._connection.receive()
-        if message is None:
-            return False
-        kind, sequence, _ = message
-        if kind not in (DONE, SKIPPED) or not self._granted or self._granted[0].job.sequence != sequence:
-            raise PairBroken(f"the sender broke the protocol: message {kind} about segment {sequence}")
-        one = self._granted.popleft()
-        if (kind == SKIPPED) != (one.place is None):
-            raise PairBroken(f"the sender broke the protocol: message {kind} about segment {sequence}")
-        segment_digest = b"" if one.place is None else self._land(one.job, one.place)
-        if one.place is not None:
-            self._ring.give_back()
-        if not one.answered:
-            answer(one.job, segment_digest)
-        return True
+    def _written(self, one: Granted[int], is_done: bool) -> bytes:
+        if is_done != (one.where is not None):
+            raise PairBroken(f"the sender broke the protocol: segment {one.job.sequence} was {is_done=}")
+        if one.where is None:
+            return b""
+        segment_digest = self._land(one.job, one.where)
+        self._ring.give_back()
+        return segment_digest
 
     def _land(self, job: SegmentJob, place: int) -> bytes:
         """Copy what is written to its blocks, if it is still wanted; the digest of the copy."""

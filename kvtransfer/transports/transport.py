@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from kvtransfer.memory.cuda import DeviceMemory
 from kvtransfer.memory.digests import BlockDigests
@@ -48,7 +48,7 @@ class SegmentJob:
     None at any time: the data is then received and discarded. `digest` is that of the sent blocks, where it is known before.
     """
 
-    owner: object
+    owner: Any  # the session
     segment: int
     sequence: int
     blocks: int

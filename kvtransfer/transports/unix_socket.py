@@ -14,6 +14,7 @@ and only for processes of one network namespace. A process that connects must ru
 """
 
 import array
+import fcntl
 import os
 import secrets
 import socket
@@ -25,6 +26,7 @@ from typing import Final
 
 import numpy as np
 
+from kvtransfer.memory.shared import SEALS
 from kvtransfer.session.limits import WINDOW_SEGMENTS_MAX
 from kvtransfer.transports.side_channel import wait_readable
 from kvtransfer.transports.transport import PairBroken
@@ -120,6 +122,21 @@ class UnixConnection:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def ready(connected: socket.socket, timeout_ms: int) -> UnixConnection:
+    """The connection, when the sender has said that it can begin. Raises `PairBroken`."""
+    connection = UnixConnection(connected)
+    kind, _, _ = connection.wait(timeout_ms)
+    if kind != READY:
+        raise PairBroken(f"the sender broke the protocol: message {kind} before it was ready")
+    return connection
+
+
+def check_sealed(descriptor: int, size: int) -> None:
+    """Raises `PairBroken` unless this memory has this size for good: one that can still change could end this process."""
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS or os.fstat(descriptor).st_size != size:
+        raise PairBroken("the receiver's memory is not sealed, or not of the size it says")
 
 
 class UnixListener:

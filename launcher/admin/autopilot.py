@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.admin.status import NoAnswer, converse, error_words
+from launcher.admin.status import ASK_MS, NoAnswer, converse, error_words
 from proto.drain import FlipAnswer, FlipRequest
 from proto.limits import MAX_TEXT_CHARS
 from proto.messages import Message, Role, StatusRequest
@@ -17,13 +17,15 @@ from runtime.process.exits import ConfigError, leave
 from runtime.process.log import Log
 from runtime.settings.autopilot import AutopilotSettings
 from runtime.settings.command_line import run_role
+from runtime.settings.types import SLO_PERCENTILE
 from tuning.accuracy import Accuracy
 from tuning.advise import Slo, Workers
 from tuning.autopilot import Autopilot, AutopilotRules, Decision, Observation, observation_of, ratio_of
 from tuning.learned import Learner
 from tuning.profile import Profile, ProfileError, decoded
 
-ASK_MS = 3_000
+EVERY_S = 2.0
+HAND_OVER_S = 2.0  # that streams have to end on a decode worker that changes its role
 SAY_EVERY_S = 60.0  # until the same advice is logged again
 SAY_ERROR_EVERY_S = 600.0
 SAY_LEARNED_MIN = 0.05  # change of step times since the last logged correction that is logged
@@ -86,14 +88,7 @@ def run(settings: AutopilotSettings) -> int:
     """Runs until SIGTERM or SIGINT. Raises `ConfigError`."""
     profile = _profile(settings.profile)
     keys = keys_for(settings, Role.OBSERVER)
-    rules = AutopilotRules(
-        Slo(settings.slo_ttft_ms, settings.slo_tpot_ms, settings.slo_percentile),
-        settings.gain_min,
-        settings.confirmations,
-        settings.dwell_s,
-        settings.calm_s,
-        flip_s=max(settings.drain_timeout_s, 1.0),
-    )
+    rules = AutopilotRules(Slo(settings.slo_ttft_ms, settings.slo_tpot_ms, SLO_PERCENTILE))
 
     async def main(stop: Stop) -> int:
         name = settings.name or "autopilot"
@@ -107,7 +102,7 @@ def run(settings: AutopilotSettings) -> int:
         notify.ready(f"{settings.mode}s")
         logger.info("autopilot", mode=settings.mode, profile=settings.profile)
         pilot, accuracy = Autopilot(profile, rules), Accuracy(profile, rules.slo)
-        learner = Learner(profile) if settings.learn else None
+        learner = Learner(profile)
         await _watch(settings, pilot, accuracy, learner, seen, keys, stop, logger)
         await metrics.close()
         return 0
@@ -124,7 +119,7 @@ def _profile(path: str) -> Profile:
 
 
 async def _watch(
-    settings: AutopilotSettings, pilot: Autopilot, accuracy: Accuracy, learner: Learner | None, seen: Seen,
+    settings: AutopilotSettings, pilot: Autopilot, accuracy: Accuracy, learner: Learner, seen: Seen,
     keys: Keys | None, stop: Stop, logger: Log,
 ) -> None:  # fmt: skip
     while not stop.is_set():
@@ -137,13 +132,12 @@ async def _watch(
             if settings.model_id or len(models) == 1:
                 seen.model = settings.model_id or models[0]
                 observed = observation_of(report, seen.model)
-                if learner is not None:
-                    learn(learner, pilot, accuracy, report, seen, logger)
+                learn(learner, pilot, accuracy, report, seen, logger)
                 _compare(accuracy, observed, report, seen, logger)
                 await _decide(settings, pilot, observed, seen, keys, logger)
             else:
                 logger.warning("no model to look after; --model-id names one", models=models)
-        await stop.unless_at_once(stop.wait(), settings.every_s)
+        await stop.unless_at_once(stop.wait(), EVERY_S)
 
 
 def learn(
@@ -183,8 +177,8 @@ async def _decide(
 async def _flip(
     settings: AutopilotSettings, worker: str, decision: Decision, seen: Seen, keys: Keys | None, logger: Log
 ) -> None:
-    # Prompts that are being computed move at once. Streams may end on the worker, within the drain timeout.
-    hand_over_ms = 1000 * settings.drain_timeout_s if decision.role is Role.PREFILL else 0.0
+    # Prompts that are being computed move at once. Streams may end on the worker for a while.
+    hand_over_ms = 1000 * HAND_OVER_S if decision.role is Role.PREFILL else 0.0
     request = FlipRequest(worker, decision.role, hand_over_ms, False, f"autopilot: {decision.reason}"[:500])
     try:
         answer = await converse(settings.coordinator, request, FlipAnswer, ASK_MS, keys)

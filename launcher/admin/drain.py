@@ -9,7 +9,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import Progress
 
-from launcher.admin.status import WHICH_COORDINATOR, NoAnswer, ask, converse, coordinator_of
+from launcher.admin.status import ASK_MS, WHICH_COORDINATOR, NoAnswer, ask, converse, coordinator_of
 from proto.drain import DrainAnswer, DrainRequest
 from proto.errors import PeerRefused
 from proto.messages import Role
@@ -50,7 +50,6 @@ class DrainSettings(KeyOptions):
         " once, and each stream pauses.",
     )
     coordinator: AddressOrEmpty = Field("", description=WHICH_COORDINATOR)
-    timeout_ms: int = Field(3_000, ge=1, le=600_000, description="Milliseconds to wait for an answer.")
 
 
 def run(settings: DrainSettings) -> int:
@@ -63,7 +62,7 @@ def run(settings: DrainSettings) -> int:
 
 async def _drain(settings: DrainSettings, coordinator: str, keys: Keys | None) -> int:
     request = DrainRequest(settings.worker, settings.undo, 1000 * settings.drain_timeout_s)
-    answer = await converse(coordinator, request, DrainAnswer, settings.timeout_ms, keys)
+    answer = await converse(coordinator, request, DrainAnswer, ASK_MS, keys)
     if answer.refusal:
         raise PeerRefused(answer.refusal)
     named = [worker for worker in answer.workers if settings.worker in (worker.name, worker.process)]
@@ -91,7 +90,7 @@ async def _wait(
         while left and clock.now() < until:
             await asyncio.sleep(_LOOK_EVERY_S)
             try:
-                report = await ask(coordinator, settings.timeout_ms, keys)
+                report = await ask(coordinator, ASK_MS, keys)
             except NoAnswer:
                 continue
             left = sum(found.requests for found in report.workers if Process(found.name, found.pid) in named)

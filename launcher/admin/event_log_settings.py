@@ -28,5 +28,4 @@ class ExplainSettings(Options):
     file: str = Field(min_length=1, description=_FILE, json_schema_extra={"argument": "FILE"})
     request: str = Field("", max_length=64, description="Id of a request.", json_schema_extra={"argument": "REQUEST"})
     flips: bool = Field(False, description="Without REQUEST: show changes of role and the autopilot's advice instead.")
-    top: int = Field(20, ge=1, le=10_000, description="Without REQUEST: how many to list.")
     as_json: bool = Field(False, description=_JSON, json_schema_extra={"option": "--json"})

@@ -10,7 +10,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
-from launcher.admin.status import WHICH_COORDINATOR, NoAnswer, ask, converse, coordinator_of
+from launcher.admin.status import ASK_MS, WHICH_COORDINATOR, NoAnswer, ask, converse, coordinator_of
 from proto.drain import FlipAnswer, FlipRequest
 from proto.errors import PeerRefused
 from proto.messages import Role
@@ -21,6 +21,7 @@ from runtime.settings.addresses import AddressOrEmpty
 from runtime.settings.types import KeyOptions
 
 _LOOK_EVERY_S = 0.1
+_FIRST_STEP_S = 2.0  # to wait for it: on an idle cluster none comes
 _COMMIT_S = 30.0  # beyond the hand-over, before worker and coordinator give a change up
 
 
@@ -45,29 +46,17 @@ class FlipSettings(KeyOptions):
     role: Literal["prefill", "decode", "mixed"] = Field(
         description="The role it takes: prefill, decode, or mixed.", json_schema_extra={"argument": "ROLE"}
     )
-    streams: Literal["move", "finish"] = Field(
-        "move",
-        description="The fate of requests that run on it. move: they continue on other workers at once, and each stream"
-        " pauses. finish: they have --drain-timeout-s to end there, then those that are left move.",
-    )
     drain_timeout_s: float = Field(
-        20.0, ge=0, le=86_400, description="Seconds that running requests have to end, with --streams finish."
+        0.0,
+        ge=0,
+        le=86_400,
+        description="Seconds that its requests have to end there, before they continue on other workers. With 0 they move at"
+        " once, and each stream pauses.",
     )
     force: bool = Field(
         False, description="Do it even if no other worker has its present role. New requests are then refused."
     )
-    first_step_s: float = Field(
-        2.0,
-        ge=0,
-        le=3_600,
-        description="Seconds to wait for the first step in the new role. On an idle cluster none comes.",
-    )
     coordinator: AddressOrEmpty = Field("", description=WHICH_COORDINATOR)
-    timeout_ms: int = Field(3_000, ge=1, le=600_000, description="Milliseconds to wait for an answer.")
-
-    @property
-    def hand_over_s(self) -> float:
-        return self.drain_timeout_s if self.streams == "finish" else 0.0
 
 
 def run(settings: FlipSettings) -> int:
@@ -79,8 +68,8 @@ def run(settings: FlipSettings) -> int:
 
 async def _flip(settings: FlipSettings, coordinator: str, keys: Keys | None) -> int:
     role = Role(settings.role)
-    request = FlipRequest(settings.worker, role, 1000 * settings.hand_over_s, settings.force)
-    answer = await converse(coordinator, request, FlipAnswer, settings.timeout_ms, keys)
+    request = FlipRequest(settings.worker, role, 1000 * settings.drain_timeout_s, settings.force)
+    answer = await converse(coordinator, request, FlipAnswer, ASK_MS, keys)
     if answer.refusal:
         raise PeerRefused(answer.refusal)
     worker = next(worker for worker in answer.workers if process_of(worker) == settings.worker)
@@ -89,7 +78,7 @@ async def _flip(settings: FlipSettings, coordinator: str, keys: Keys | None) -> 
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task(f"draining {settings.worker}")
         flip = await follow(
-            coordinator, worker, before, role, settings.hand_over_s, settings.first_step_s, settings.timeout_ms, keys,
+            coordinator, worker, before, role, settings.drain_timeout_s, _FIRST_STEP_S, ASK_MS, keys,
             lambda state: progress.update(bar, description=f"{state} {settings.worker}"),
         )  # fmt: skip
     if flip.state != "done":

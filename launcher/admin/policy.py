@@ -27,12 +27,12 @@ from runtime.tenancy.tenants import TenantsError, without_secrets
 
 Z: Final = 1.96
 """Standard errors on either side of a share that are its interval of 95 %."""
+_ASK_MS: Final = 10_000
 _ABSENT: Final = "(not given)"
 
 
 class PolicyOptions(KeyOptions):
     coordinator: AddressOrEmpty = Field("", description=WHICH_COORDINATOR)
-    timeout_ms: int = Field(10_000, ge=1, le=600_000, description="Milliseconds to wait for an answer.")
 
 
 class ListSettings(PolicyOptions):
@@ -54,7 +54,6 @@ class DiffSettings(PolicyOptions):
         description="A tenants file, or the number of a version.",
         json_schema_extra={"argument": "FILE|N"},
     )
-    to: int = Field(0, ge=0, description="Compare with this version instead of the one in force.")
 
 
 class TrySettings(PolicyOptions):
@@ -111,15 +110,14 @@ def show_list(settings: ListSettings) -> int:
 
 def diff(settings: DiffSettings) -> int:
     answer = _ask(settings, PolicyRequest(PolicyAction.LIST))
-    of = settings.to or answer.active
-    before = _content(settings, of)
+    before = _content(settings, answer.active)
     if settings.first.isdecimal():
         name, after = f"version {settings.first}", _content(settings, int(settings.first))
     else:
         name, after = settings.first, _read(settings.first)
     console = Console(soft_wrap=True, highlight=False)
     lines = list(differences(before, after))
-    console.print(escape(f"From version {of} to {name}: {len(lines)} differences"))
+    console.print(escape(f"From version {answer.active} to {name}: {len(lines)} differences"))
     for line in lines:
         console.print(escape(f"  {line}"))
     return 0
@@ -244,7 +242,7 @@ def _ask(settings: PolicyOptions, request: PolicyRequest) -> PolicyAnswer:
     """Raises `NoAnswer`, `SeveralClusters`, `PeerRefused` or `ConfigError`."""
     keys = keys_for(settings, Role.OBSERVER)
     with coordinator_of(settings.coordinator) as coordinator:
-        answer = uvloop.run(converse(coordinator, request, PolicyAnswer, settings.timeout_ms, keys))
+        answer = uvloop.run(converse(coordinator, request, PolicyAnswer, _ASK_MS, keys))
     if answer.refusal:
         raise PeerRefused(answer.refusal)
     return answer

@@ -22,6 +22,7 @@ from launcher.admin.event_log_settings import ExplainSettings, ReplaySettings
 from runtime.process import clock
 
 Seen = TypeVar("Seen", bound=Observer)
+LISTED = 20  # requests, of those that waited longest
 MATCHES_MAX = 20  # ids listed if several begin alike
 
 
@@ -146,7 +147,7 @@ def explain(settings: ExplainSettings) -> int:
         else:
             explain_words.show_ratio(changes, console)
         return 0
-    longest = _replayed(settings.file, lambda again: Longest(again.header.started, settings.top))
+    longest = _replayed(settings.file, lambda again: Longest(again.header.started, LISTED))
     rows = longest.finish()
     if settings.as_json:
         _print_json(rows)

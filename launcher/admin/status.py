@@ -36,6 +36,7 @@ WHICH_COORDINATOR = (
     "Address of the coordinator; empty: the cluster running on this machine, or else the coordinator at"
     f" {DEFAULT_COORDINATOR}."
 )
+ASK_MS = 3_000  # to wait for an answer
 FLIPS_SHOWN = 4
 STALE_MS = 60_000.0
 M = TypeVar("M", bound=Message)
@@ -48,7 +49,6 @@ class StatusSettings(KeyOptions):
     coordinator: AddressOrEmpty = Field("", description=WHICH_COORDINATOR)
     as_json: bool = Field(False, description="Print JSON, for programs.", json_schema_extra={"option": "--json"})
     wide: bool = Field(False, description="Show every column.")
-    timeout_ms: int = Field(3_000, ge=1, le=600_000, description="Milliseconds to wait for an answer.")
 
 
 class NoAnswer(CrossdockError):
@@ -126,7 +126,7 @@ def run(settings: StatusSettings) -> int:
     with coordinator_of(settings.coordinator) as coordinator:
         here_too = _supervised(coordinator)
         try:
-            report = uvloop.run(ask(coordinator, settings.timeout_ms, keys_for(settings, Role.OBSERVER)))
+            report = uvloop.run(ask(coordinator, ASK_MS, keys_for(settings, Role.OBSERVER)))
         except NoAnswer:
             _show_processes(here_too, console)  # perhaps the coordinator itself is down
             raise

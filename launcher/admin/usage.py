@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from contextlib import closing
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 from urllib.parse import quote
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 from rich.console import Console
 
 from launcher import tables
@@ -22,7 +22,7 @@ _BUSY_TIMEOUT_S = 5.0
 _QUERY = """
 SELECT day, tenant, COUNT(*), COUNT(*) - COUNT(outcome), {borrowed}, {charged_tokens}, {prompt_tokens}, {cached_tokens},
     {output_tokens}, AVG(queue_ms), AVG(prefill_ms), AVG(transfer_ms), AVG(decode_ms)
-FROM usage WHERE day BETWEEN ? AND ? {tenant} AND typeof(day) = 'text' AND typeof(tenant) = 'text'
+FROM usage WHERE day >= ? {tenant} AND typeof(day) = 'text' AND typeof(tenant) = 'text'
 GROUP BY day, tenant ORDER BY day, tenant
 """
 # TOTAL, because SUM fails where odd rows are too large, and gives no number for no rows.
@@ -31,7 +31,7 @@ _SUMS = {name: f"CAST(TOTAL({name}) AS INTEGER)" for name in ("borrowed", "charg
     for name in ("prompt_tokens", "output_tokens")
 }
 _OUTCOMES = """
-SELECT day, tenant, COALESCE(CAST(outcome AS TEXT), 'open'), COUNT(*) FROM usage WHERE day BETWEEN ? AND ? {tenant}
+SELECT day, tenant, COALESCE(CAST(outcome AS TEXT), 'open'), COUNT(*) FROM usage WHERE day >= ? {tenant}
 GROUP BY day, tenant, outcome
 """
 _COLUMNS = (
@@ -61,16 +61,9 @@ class UsageSettings(Options):
     """
 
     db: str = Field("", description="The ledger; empty: where crossdock serve --tenants writes.")
-    day: Day = Field("", description="One day, as 2026-11-21.")
-    since: Day = Field("", description="This day and all after it. Without --day and --since: all days.")
+    since: Day = Field("", description="This day and all after it, as 2026-11-21; empty: all days.")
     tenant: str = Field("", description="One tenant, or an organisation with its users.")
     as_json: bool = Field(False, description="Print JSON, for programs.", json_schema_extra={"option": "--json"})
-
-    @model_validator(mode="after")
-    def _one_of(self) -> Self:
-        if self.day and self.since:
-            raise ValueError("--day, --since: give one of them")
-        return self
 
 
 def read(settings: UsageSettings) -> list[dict[str, Any]]:
@@ -78,11 +71,9 @@ def read(settings: UsageSettings) -> list[dict[str, Any]]:
     path = Path(settings.db or registry.default_db()).expanduser()
     if not path.is_file():
         raise NoLedger(f"--db: there is no ledger at {path}; a coordinator writes one with --usage-db")
-    span = [settings.day or settings.since or "0000", settings.day or "9999"]
-    tenant, only = settings.tenant, ""
-    if tenant:
-        only, span = "AND (tenant = ? OR substr(tenant, 1, ?) = ?)", [*span, tenant]
-    parameters: list[Any] = [*span, *([len(tenant) + 1, tenant + "/"] if tenant else [])]
+    tenant = settings.tenant
+    only = "AND (tenant = ? OR substr(tenant, 1, ?) = ?)" if tenant else ""
+    parameters: list[Any] = [settings.since, *([tenant, len(tenant) + 1, tenant + "/"] if tenant else [])]
     try:
         with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S)) as db, db:
             rows = db.execute(_QUERY.format(tenant=only, **_SUMS), parameters).fetchall()

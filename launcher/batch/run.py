@@ -26,6 +26,7 @@ from runtime.settings.options import SettingsError
 POLL_S: Final = 1.0
 SILENCE_S: Final = 300.0  # of a server that restarts
 SHOWN_MAX: Final = 20  # lines with an error that are printed
+_WINDOW: Final = "24h"
 _ENDED: Final = ("completed", "failed", "expired", "cancelled")
 
 
@@ -112,8 +113,7 @@ class _Run:
         try:
             if not self._batch_id:
                 file_id = await client.upload(self._path)
-                window = f"{self._settings.window_h}h"
-                self._batch_id = (await client.create(file_id, self._lines.endpoint, window))["id"]
+                self._batch_id = (await client.create(file_id, self._lines.endpoint, _WINDOW))["id"]
             self._console.print(f"Batch {self._batch_id}", highlight=False)
             batch = await self._until_ended(client)
             return await self._finish(client, batch)

@@ -24,11 +24,5 @@ class BatchRunSettings(Options):
         description="File for the results; empty: FILE with .results.jsonl in place of .jsonl. Requests that failed go to the"
         " same name with .errors.jsonl.",
     )
-    window_h: int = Field(
-        24,
-        ge=1,
-        le=168,
-        description="Hours in which the batch may run; requests that have not run by then do not run any more.",
-    )
     resume: str = Field("", description="Id of a batch that was made of FILE: wait for it, and upload nothing.")
     cancel: bool = Field(False, description="On Ctrl-C, cancel the batch and write the results that it has.")

@@ -35,8 +35,7 @@ MODULES: Final = {
     "autopilot": "launcher.admin.autopilot",
 }
 _DECIDED: Final = frozenset(
-    "name bind coordinator model model_id port tokens_bind kv_bind transfer_host kv_interface advertise role keys"
-    " insecure".split()
+    "name bind coordinator model model_id port tokens_bind kv_bind transfer_host advertise role keys insecure".split()
 )
 """Options that follow from the rest of the file."""
 SECRETS: Final = frozenset({"api_keys"})  # passed in the environment, since all users of a host see flags
@@ -264,10 +263,8 @@ def _bound(host: Host, option: str, first_port: int, index: int) -> dict[str, st
 
 
 def _data_plane(host: Host) -> dict[str, str]:
-    """Returns the option for the address at which KV arrives: the interface if there is one, else the address."""
-    if host.interface:
-        return {"kv_interface": host.interface}
-    return {"transfer_host": host.kv_address}
+    """Returns the option for the address or interface at which KV arrives."""
+    return {"transfer_host": host.interface or host.kv_address}
 
 
 def _collisions(file: ClusterFile, plans: Mapping[str, HostPlan]) -> list[str]:

@@ -121,7 +121,6 @@ def _gpu_share(settings: ServeSettings, shared: dict[str, str]) -> dict[str, str
 
 def _autopilot_spec(settings: ServeSettings, shared: dict[str, str]) -> ProcessSpec:
     asked = options_for(settings, AutopilotSettings)
-    asked.pop("drain_timeout_s", None)  # another time than that of gateways and workers
     autopilot = checked(
         AutopilotSettings,
         asked

@@ -20,6 +20,7 @@ from proto.errors import CrossdockError
 from runtime.process import clock
 from runtime.settings.serve import ServeSettings
 
+QUESTION = "What is the capital of France?"
 ANSWER_TOKENS = 128
 ANSWER_TIMEOUT_S = 120.0
 SOBER = {"temperature": 0, "max_tokens": 64}  # a small model at temperature 1 gives long and confused answers
@@ -53,7 +54,7 @@ async def _serve(settings: ServeSettings, model: ReadyModel, console: Console, s
         )
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                await _ask(up, model, settings.question, console)
+                await _ask(up, model, QUESTION, console)
         except (AnswerFailed, RequestFailed, aiohttp.ClientError, TimeoutError) as error:
             why = str(error) or f"no answer within {ANSWER_TIMEOUT_S:.0f} s; see the logs in {up.log_dir}"
             if settings.once:

@@ -178,7 +178,7 @@ def _die(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     os._exit(BUG_EXIT)
 
 
-async def cancelled(*tasks: "asyncio.Task[None]") -> None:
+async def cancelled(*tasks: "asyncio.Task[Any]") -> None:
     """Cancel tasks of ours and wait until they have ended."""
     for task in tasks:
         task.cancel()

@@ -9,6 +9,7 @@ from typing import Final
 
 import psutil
 
+from proto.limits import KV_TIMEOUT_MS
 from runtime.process.exits import ConfigError
 from runtime.settings import gpu_environment
 from runtime.settings.cores import cores_text
@@ -26,31 +27,31 @@ def prepare(settings: WorkerSettings) -> WorkerSettings:
     loaded later, which network interface to use. Returns the settings with what was found here filled in. Raises
     `ConfigError`."""
     check_cores(settings)
-    if settings.kv_interface:
-        settings = settings.model_copy(update={"transfer_host": interface_address(settings)})
+    address = transfer_address(settings.transfer_host)
+    if address != settings.transfer_host:
         # Read by the library when it starts; never changed later, since that would be while threads read them.
-        os.environ["NCCL_SOCKET_IFNAME"] = gpu_environment.exactly(settings.kv_interface)
-    gpu_environment.prepare(settings.transfer_host, settings.kv_timeout_ms)
+        os.environ["NCCL_SOCKET_IFNAME"] = gpu_environment.exactly(settings.transfer_host)
+        settings = settings.model_copy(update={"transfer_host": address})
+    gpu_environment.prepare(address, KV_TIMEOUT_MS)
     check_device(settings)
     return settings
 
 
-def interface_address(settings: WorkerSettings) -> str:
-    """The address of `--kv-interface`: `--transfer-host` if it was given, else the first. Raises `ConfigError`."""
+def transfer_address(host: str) -> str:
+    """Returns the first address of the network interface of this name, or `host` itself. Raises `ConfigError`."""
     there = psutil.net_if_addrs()
-    if settings.kv_interface not in there:
-        raise ConfigError(f"--kv-interface: there is no {settings.kv_interface} here, but {', '.join(sorted(there))}")
-    found: list[str] = [
-        one.address for family in _FAMILIES for one in there[settings.kv_interface] if one.family == family
-    ]
-    found = [address for address in found if "%" not in address]  # of one link only
-    if "transfer_host" in settings.model_fields_set:
-        if settings.transfer_host not in found:
-            raise ConfigError(f"--transfer-host: {settings.transfer_host} is not an address of {settings.kv_interface}")
-        return settings.transfer_host
-    if not found:
-        raise ConfigError(f"--kv-interface: {settings.kv_interface} has no address")
-    return found[0]
+    if host in there:
+        found: list[str] = [one.address for family in _FAMILIES for one in there[host] if one.family == family]
+        found = [address for address in found if "%" not in address]  # of one link only
+        if not found:
+            raise ConfigError(f"--transfer-host: {host} has no address")
+        return found[0]
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        if error.errno not in _PASSING or "." not in host:
+            raise ConfigError(f"--transfer-host: there is no {host} here, but {', '.join(sorted(there))}") from None
+    return host
 
 
 def check_cores(settings: WorkerSettings) -> None:

@@ -18,7 +18,7 @@ _VALUES: Final = {
     "DIR": "keys folder dest",
     "PATH": "tokenizer",
     "MODEL": "model",
-    "NAME": "name model_id kv_interface tenant_name on_host story request resume",
+    "NAME": "name model_id tenant_name on_host story request resume",
     "ADDRESS": "host bind coordinator metrics advertise tokens_bind kv_bind transfer_host",
     "PORT": "port",
     "URL": "url",

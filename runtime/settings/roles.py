@@ -29,10 +29,9 @@ class CoordinatorSettings(CommonSettings):
         "Network": "bind",
         "Tenants and records": "tenants usage_db usage_keep_days event_log",
         "Queue": "queue_requests_max tenant_queue_max queue_wait_s_max",
-        "Scheduling": "step_tokens step_ms kv_overcommit",
+        "Scheduling": "step_tokens kv_overcommit",
         "Recovery": "standby",
-        "Expert options": "queue_tokens_max resumed_wait_s_max quantum_tokens bypasses_max steps_in_flight event_log_max_mib"
-        " retry_floor retry_share",
+        "Expert options": "event_log_max_mib",
     }
     bind: Address = Field(
         "tcp://127.0.0.1:7070",
@@ -43,10 +42,8 @@ class CoordinatorSettings(CommonSettings):
         ge=1,
         le=1_000_000,
         description="Most requests that wait. When one more comes, the newest request of the largest backlog in the lowest"
-        " priority class gets 429; if that backlog is its own tenant's, the new request does.",
-    )
-    queue_tokens_max: int = Field(
-        4_000_000, ge=1, le=1 << 40, description="Most prompt tokens that wait; with the same consequence."
+        " priority class gets 429; if that backlog is its own tenant's, the new request does. Likewise beyond 4,000,000"
+        " tokens of prompts.",
     )
     tenant_queue_max: int = Field(
         1024, ge=1, le=1_000_000, description="Most requests of one tenant that wait; one more gets 429."
@@ -58,23 +55,6 @@ class CoordinatorSettings(CommonSettings):
         description="Seconds after which a request that still waits gets 503, unless its priority class in --tenants sets"
         " queue_wait_s. For as long after the loss of a role's last worker, new requests wait for its restart.",
     )
-    resumed_wait_s_max: float = Field(
-        600.0, gt=0, le=86_400.0, description="Seconds after which an interrupted stream that still waits fails."
-    )
-    quantum_tokens: int = Field(
-        1024,
-        ge=0,
-        le=1 << 24,
-        description="Prompt tokens that an idle tenant of weight 1 saves up. When it returns, so many are computed before"
-        " those of other tenants. Set it to the length of a prompt that should not wait. It widens the fairness bound.",
-    )
-    bypasses_max: int = Field(
-        64,
-        ge=1,
-        le=1_000_000,
-        description="Smaller requests that may get KV room before a larger one that was next; then room is kept for the larger"
-        " one. Lower values keep large requests from starving, higher values keep the pool fuller.",
-    )
     step_tokens: int = Field(
         0,
         ge=0,
@@ -82,21 +62,6 @@ class CoordinatorSettings(CommonSettings):
         description="Token budget of one prefill step. A larger budget is faster for one prompt; with a smaller one, other"
         " prompts and cancellations wait less. At most the prefill workers' --step-tokens-max. 0: what each worker says, 256"
         " on a CPU and its --step-tokens-max on a GPU.",
-    )
-    step_ms: int = Field(
-        250,
-        ge=0,
-        le=60_000,
-        description="Longest that a prefill step should take, in milliseconds. Where a worker computes fewer than --step-tokens"
-        " in that time, as a CPU does and any worker behind long contexts, its steps are cut shorter, and no second one is sent"
-        " ahead: a new prompt starts after this time at most. 0: no limit.",
-    )
-    steps_in_flight: int = Field(
-        2,
-        ge=1,
-        le=16,
-        description="Steps sent ahead to one prefill worker, if they are short. With 1 it idles for a round trip after each"
-        " step; more than 2 delays cancellations and gains nothing.",
     )
     tenants: str = Field(
         "",
@@ -115,16 +80,6 @@ class CoordinatorSettings(CommonSettings):
     )
     usage_keep_days: int = Field(
         400, ge=0, le=36_500, description="Days after which a request's row is deleted from --usage-db; 0: never."
-    )
-    retry_floor: int = Field(
-        100,
-        ge=1,
-        le=1_000_000,
-        description="Interrupted requests that may return within ten seconds, besides those of --retry-share. Others wait."
-        " Lower values protect a cluster whose workers keep dying; with higher values a large cluster recovers at once.",
-    )
-    retry_share: float = Field(
-        1.0, ge=0.0, le=100.0, description="Interrupted requests that may return in addition, for each live request."
     )
     event_log: str = Field(
         "",
@@ -167,9 +122,6 @@ class BatchOptions(Options):
         le=1024,
         description="Most requests of batches being answered at once. More keep a larger cluster busy.",
     )
-    batch_file_mib: int = Field(
-        64, ge=1, le=1024, description="Largest file in MiB that /v1/files takes; over it is 413."
-    )
     batch_tenant_mib: int = Field(
         1024,
         ge=1,
@@ -189,9 +141,8 @@ class GatewaySettings(BatchOptions, ClientSettings):
         "Tenants": "api_keys tenants",
         "Model": "model model_id more_models served_model_name generation_config default_max_tokens",
         "Cluster": "coordinator tokens_bind advertise drain_timeout_s",
-        "Streams and answers": "responses_keep_s stream_keep_alive_ms batch_db batch_keep_days",
-        "Expert options": "body_bytes_max client_timeout_ms tenant_requests_max queue_wait_s stream_idle_ms batch_lines_max"
-        " batch_file_mib batch_tenant_mib",
+        "Streams and answers": "responses_keep_s batch_db batch_keep_days",
+        "Expert options": "body_bytes_max client_timeout_ms stream_idle_ms batch_lines_max batch_tenant_mib",
     }
     host: str = Field(
         "127.0.0.1", min_length=1, description="Address the HTTP server listens on; 0.0.0.0 is every interface."
@@ -255,13 +206,6 @@ class GatewaySettings(BatchOptions, ClientSettings):
     body_bytes_max: int = Field(
         8 << 20, ge=1024, le=1 << 30, description="Largest request body in bytes; over it is 413."
     )
-    tenant_requests_max: int = Field(
-        2048,
-        ge=1,
-        le=4096,
-        description="Most prompts of one tenant being read or answered at once, of 4096 in all; one more gets 429. Nor may a"
-        " tenant hold more of these than are free. Where there are no API keys, a client address counts as a tenant.",
-    )
     client_timeout_ms: int = Field(
         30_000,
         ge=100,
@@ -269,25 +213,12 @@ class GatewaySettings(BatchOptions, ClientSettings):
         description="Milliseconds in which a client must have sent its headers, then its body, and in which it must take the"
         " next piece of an answer. One that is slower is cut off, and its request cancelled.",
     )
-    queue_wait_s: float = Field(
-        10.0,
-        ge=0,
-        le=3_600.0,
-        description="Seconds a request waits for a coordinator that does not answer, before a 503.",
-    )
     stream_idle_ms: int = Field(
         120_000,
         ge=100,
         le=86_400_000,
         description="Milliseconds without a token after which a stream counts as stuck and is failed. It spans the wait"
         " for the first token, so it bounds queueing and prefill too.",
-    )
-    stream_keep_alive_ms: int = Field(
-        10_000,
-        ge=0,
-        le=3_600_000,
-        description="Milliseconds of silence after which a stream gets an SSE comment, also before its first token. Keep it"
-        " below the idle timeout of any load balancer in front. 0: never.",
     )
     access_log: bool = Field(
         True,

@@ -35,7 +35,7 @@ class ServeSettings(KeyOptions):
         "Autopilot": "autopilot profile slo_ttft_ms slo_tpot_ms",
         "Network and keys": "host port api_keys keys metrics",
         "Tenants and records": "tenants usage_db event_log batch_db",
-        "First question and output": "question once verbose",
+        "First question and output": "once verbose",
     }
     model: str = Field(
         "",
@@ -104,12 +104,6 @@ class ServeSettings(KeyOptions):
         0, ge=0, le=1024, description="CPU threads of each worker; 0: as many as its share of the cores."
     )
     kv_gib: float = Field(2.0, gt=0.0, le=16_384.0, description="Size of each worker's KV cache in GiB.")
-    question: str = Field(
-        "What is the capital of France?",
-        min_length=1,
-        max_length=4096,
-        description="First question, asked once all is up.",
-    )
     once: bool = Field(False, description="Stop after that answer: status 0 if it came, 1 if not.")
     ready_timeout_s: float = Field(
         180.0, gt=0.0, le=86_400.0, description="Seconds the cluster may take to be ready, once the model is on disk."
@@ -145,7 +139,7 @@ class ServeSettings(KeyOptions):
 
 
 DECIDED: Final = frozenset(
-    "name role mode bind coordinator advertise insecure log_format tokens_bind kv_bind transfer_host kv_interface standby"
+    "name role mode bind coordinator advertise insecure log_format tokens_bind kv_bind transfer_host standby"
     " cpu_cores nice".split()
 )
 

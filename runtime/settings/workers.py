@@ -31,7 +31,7 @@ class WorkerSettings(ClientSettings):
         "Compute": "threads cpu_cores max_seqs step_tokens_max stall_share",
         "KV cache": "kv_gib gpu_memory_share prefix_cache kv_tier_gib kv_tier_folder",
         "KV transfer": "kv_bind transfer_host kv_transport transfer_encryption",
-        "Expert options": "nice step_timeout_ms block_size kv_interface kv_digest kv_mib_per_s kv_timeout_ms",
+        "Expert options": "nice step_timeout_ms block_size",
     }
     role: Literal["prefill", "decode", "mixed"] = Field(
         description="The half of the work that this process does. mixed: both, in turn, over one copy of the weights. It"
@@ -137,14 +137,8 @@ class WorkerSettings(ClientSettings):
     transfer_host: str = Field(
         "127.0.0.1",
         min_length=1,
-        description="Address of this host on which KV blocks themselves are received; only this one is listened on.",
-    )
-    kv_interface: str = Field(
-        "",
-        max_length=64,
-        pattern=r"^[A-Za-z0-9_.:@-]*\z",
-        description="Network interface for KV blocks, like eth1: its address is the default of --transfer-host, and NCCL is"
-        " told of it once, at the start. Empty: none is preferred.",
+        description="Address or network interface of this host, like eth1, on which KV blocks themselves are received; only its"
+        " address is listened on, and NCCL uses only its interface.",
     )
     kv_transport: Literal["auto", "shm", "cuda_ipc", "nccl", "tcp"] = Field(
         "auto",
@@ -156,21 +150,6 @@ class WorkerSettings(ClientSettings):
         description="Encryption of KV between hosts by tcp (AES-256-GCM, with a key that travels over the CURVE link). auto:"
         " with --keys. on: also refuse nccl, which sends KV in the clear, where --kv-transport asks for it; needs"
         " --keys. off: in the clear, unless the other worker wants it encrypted.",
-    )
-    kv_digest: Literal["full", "sampled"] = Field(
-        "full", description="KV segments a decode worker on a GPU verifies: all, or one in 16. On the CPU always all."
-    )
-    kv_mib_per_s: int = Field(
-        256,
-        ge=0,
-        le=1 << 20,
-        description="MiB of KV per second taken in on a CPU while streams run, 64 at once; 0: no limit. More slows them.",
-    )
-    kv_timeout_ms: int = Field(
-        10_000,
-        ge=100,
-        le=600_000,
-        description="Milliseconds a KV transfer may stand still before it is given up and the request tried again.",
     )
     cpu_cores: Cores = Field(
         "",

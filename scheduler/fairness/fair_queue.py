@@ -197,13 +197,6 @@ class FairQueue(Generic[T]):
             node.set_round(max(node.round, ring.now - self.quantum) + cost / node.weight)
             node = ring
 
-    def debt(self, path: Path) -> float:
-        """How far a tenant is ahead of its ring, in cost; negative is credit, which it has only while it has work."""
-        node: FairNode = self._leaf(path)
-        assert node.parent is not None
-        ahead = (node.round - node.parent.now) * node.weight
-        return (max(ahead, 0.0) if node.busy else ahead) + node.owed
-
     # --- whose turn it is -----------------------------------------------------------------------------------------------
 
     def _go_on(self, entry: Entry[T], terms: Terms) -> None:
@@ -316,14 +309,12 @@ def _holds_least(node: FairNode, keys: Sequence[int], held: HeldNode) -> FairNod
     comes first. Looks at the first `COMPARED_MAX` in the order of turns, which have waited longest."""
     best, least = None, inf
     for _, _, child in islice(node.order, COMPARED_MAX):
-        rows = child.rows
-        if any(key in rows for key in keys):
-            there = held.children.get(child.path[-1])
-            share = there.share if there is not None else 0.0
-            if share < least:
-                best, least = child, share
-                if not share:
-                    break
+        there = held.children.get(child.path[-1])
+        share = there.share if there is not None else 0.0
+        if share < least and not child.rows.keys().isdisjoint(keys):
+            best, least = child, share
+            if not share:
+                break
     return best or node.first(keys)
 
 

@@ -114,20 +114,6 @@ class HeldShares:
         own = self.of(path[:depth])
         return not own or own < NEAR_ENOUGH * self.of(other[:depth])
 
-    def streams(self) -> dict[tuple[int, Key], HeldStream]:
-        """Returns all streams, for checks."""
-        nodes, found = [self.root], dict[tuple[int, Key], HeldStream]()
-        for node in nodes:
-            nodes += node.children.values()
-            found |= node.streams
-            below: list[HeldNode | HeldStream] = [*node.children.values(), *node.streams.values()]
-            assert node.held == sum(one.held for one in below)
-            assert node.estimated == sum(one.estimated for one in below)
-            assert [name for _, name in node.order] == sorted(
-                node.children, key=lambda n: (node.children[n].held / node.children[n].weight, n)
-            )
-        return found
-
     def who_gives_way(
         self, path: Path, wanted: Callable[[int], int], may_leave: Callable[[int, Key], bool], soon: float = 0.0
     ) -> Iterator[tuple[int, list[Key], int]]:

@@ -260,18 +260,6 @@ class KvAdmission:
         joined = entry.row.cap - entry.life.counted
         return max(min(self.steps - joined - 1, entry.life.left), 0)  # the last step begun may not be over
 
-    def check_invariants(self) -> None:
-        """Asserts that the rows are sorted and that their totals are what a count from scratch gives."""
-        self._settle()
-        assert all(entry.covered == self._shared.covered(key) for key, entry in self._entries.items())
-        assert self.wholes == sum(entry.whole for entry in self._entries.values()) >= self.peak
-        assert self._ends == sorted(self._ends) == self._table[_END, : len(self._ends)].tolist()
-        assert sorted(self._ids) == sorted(entry.row.row_id for entry in self._entries.values())
-        for at, end in enumerate(self._ends):
-            live = [entry.row for entry in self._entries.values() if entry.row.end >= end]
-            total = sum(row.at(end, self.block_size) for row in live)
-            assert int(self._table[_TOTAL, at]) == total, (at, end, total)
-
     def _run(self, key: Key, life: KvDemand, step: int) -> None:
         before = self._entries[key]
         self._take_out(key)

@@ -13,9 +13,9 @@ of the room lose their leases first: those of their users with more than an equa
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from hashlib import blake2b
-from itertools import chain, islice
+from itertools import islice
 from typing import Final, NamedTuple
 
 import msgspec
@@ -200,18 +200,6 @@ class Sessions:
             del self._idle[session]
             self._drop(session)
         return [session.tail for session in ended]
-
-    def check_invariants(self, running: Mapping[Session, int]) -> None:
-        """Asserts that sums are right, and that nothing that is over can be found. `running`: turns by session."""
-        kept = [one for leases in self._leases_of.values() for one in leases]
-        assert self.leases == len(kept) and self.leased_tokens == sum(one.tokens for one in kept)
-        assert all(one.leased and one in self._idle for one in kept)
-        assert all(one.running == count for one, count in running.items()), "a turn has ended twice, or not at all"
-        assert not any(one in running or one.running for one in self._idle)
-        found = {*chain.from_iterable(self._by_name.values()), *self._by_end.values()}
-        assert self.tokens == sum(one.tokens for one in self._organisations.values())
-        assert all(one.tokens == sum(one.users.values()) for one in self._organisations.values())
-        assert all(one in self._idle or one in running for one in found), "a session that is over can be found"
 
     # --- what is kept ---------------------------------------------------------------------------------------------------
 

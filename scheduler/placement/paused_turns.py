@@ -12,11 +12,10 @@ turns of its tenant.
 
 from typing import Final
 
-from proto.messages import Role
-from scheduler.placement import suffix
-from scheduler.placement.choice import cached_tokens
+from scheduler.placement.place import came
 from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
+from scheduler.waiting.tenant_work import UNCOMPUTED
 from scheduler.workers.pool import Pool
 
 SHARE: Final = 0.1
@@ -43,14 +42,14 @@ def _has_to_wait(request: Request, pool: Pool, queue: WaitQueue) -> bool:
         return False
     if sessions.tokens <= sessions.kv_tokens or sessions.mean_s(request.submit.tenant) * rate > sessions.kv_tokens:
         return False
-    return (bool(pool.paused) or queue.work_ahead.work >= BEHIND_S * rate) and not is_found(request, pool)
+    return (bool(pool.paused) or queue.line.work.total(UNCOMPUTED) >= BEHIND_S * rate) and not is_found(request, pool)
 
 
 def is_found(request: Request, pool: Pool) -> bool:
     """Whether a worker has most of the KV that its last turn left."""
     submit, turn = request.submit, request.turn
-    holders = pool.candidates.holders(Role.PREFILL, submit) + pool.candidates.holders(Role.DECODE, submit)
-    return turn is not None and any(2 * cached_tokens(submit, worker, pool) >= turn.kept_tokens for worker in holders)
+    holders = pool.candidates.holders(submit)
+    return turn is not None and any(2 * pool.cached_tokens(submit, worker) >= turn.kept_tokens for worker in holders)
 
 
 def next_resume(pool: Pool) -> float:
@@ -63,7 +62,7 @@ def next_resume(pool: Pool) -> float:
 def resume_due(pool: Pool, queue: WaitQueue, now: float) -> None:
     """Resume the turn that has waited too long, or else the next one in the fair order, if it is time."""
     oldest = next(iter(pool.paused.values()))
-    limit_s = queue.wait_limit_s(oldest)
+    limit_s = queue.line.limit_s(oldest)
     if oldest.submit.deadline_ms:
         limit_s = min(limit_s, oldest.submit.deadline_ms / 1000)
     if now >= oldest.since + WAIT_SHARE * limit_s:
@@ -83,7 +82,7 @@ def end(request: Request, pool: Pool, queue: WaitQueue) -> None:
 
 def _resume(request: Request, pool: Pool, queue: WaitQueue, now: float) -> None:
     end(request, pool, queue)
-    suffix.came(request, pool, queue, now)
+    came(request, pool, queue, now)
 
 
 def _pause_s(request: Request, pool: Pool) -> float:

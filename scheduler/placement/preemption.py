@@ -18,7 +18,7 @@ from scheduler.lifecycle import ON_WORKERS
 from scheduler.request import RETAINED, Request
 from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.pool import Pool
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker
 
 PREEMPTED_MAX = 3  # a stream that was interrupted this often is not interrupted for a share again
 SOON_S = 3.0  # no stream is interrupted for a share that comes free by itself within this many seconds
@@ -56,10 +56,9 @@ def choose(candidates: Iterable[PreemptionCandidate], blocks: int) -> list[Key]:
     return chosen
 
 
-def relieve(cluster: Cluster, worker: Worker, short_blocks: int, now: float) -> None:
+def relieve(cluster: Cluster, worker: DecodeWorker, short_blocks: int, now: float) -> None:
     """Interrupt as many requests as needed. Blocks of attempts that are already leaving are counted first."""
     room, shares = worker.admission, cluster.pools[worker.hello.model].shares
-    assert room is not None
     candidates: list[PreemptionCandidate] = []
     for key, allocation in list(worker.allocations.items()):
         if key[1] == RETAINED:
@@ -79,10 +78,9 @@ def relieve(cluster: Cluster, worker: Worker, short_blocks: int, now: float) -> 
         )
 
 
-def outlived(cluster: Cluster, worker: Worker, keys: Iterable[Key]) -> None:
+def outlived(cluster: Cluster, worker: DecodeWorker, keys: Iterable[Key]) -> None:
     """Note that these attempts have more tokens than they were counted with."""
     pool, room = cluster.pools[worker.hello.model], worker.admission
-    assert room is not None
     for key in keys:
         allocation, demand = worker.allocations[key], room.demand(key)
         assert demand is not None
@@ -91,11 +89,11 @@ def outlived(cluster: Cluster, worker: Worker, keys: Iterable[Key]) -> None:
             pool.shares.recount(allocation.path, worker.incarnation, key, worker.stream(allocation.seqs, demand))
 
 
-def give_back(cluster: Cluster, worker: Worker, now: float) -> None:
+def give_back(cluster: Cluster, worker: DecodeWorker, now: float) -> None:
     """If what a worker has may come to need more than its pool, interrupt the newest streams of tenants whose answers outlive
     what they were counted with, until the rest fits."""
     room, pool = worker.admission, cluster.pools[worker.hello.model]
-    if room is None or not room.outlived or room.wholes <= room.kv_blocks or room.peak <= room.kv_blocks:
+    if not room.outlived or room.wholes <= room.kv_blocks or room.peak <= room.kv_blocks:
         return
     outlives = _outliving(worker, pool)
     leave, may_leave = list[Key](), list[tuple[bool, float, Key]]()
@@ -109,14 +107,13 @@ def give_back(cluster: Cluster, worker: Worker, now: float) -> None:
         if room.peak_without(leave) <= room.kv_blocks:
             return
         leave.append(key)
-        pool.gives_way = [key]
+        pool.gives_way = [*(one for one in pool.gives_way if one in cluster.where), key]
         why = f"answers of {'/'.join(worker.allocations[key].path)} are longer than was expected"
         cluster.interrupt(cluster.requests[key[0]], Interrupt.PREEMPTED, why, now)
 
 
-def _outliving(worker: Worker, pool: Pool) -> set[Path]:
+def _outliving(worker: DecodeWorker, pool: Pool) -> set[Path]:
     """The tenants whose estimate is wrong. Of others it is a tail of long answers that outlive it."""
-    assert worker.admission is not None
     streams: dict[Path, int] = {}
     outlived: dict[Path, int] = {}
     for key, allocation in worker.allocations.items():
@@ -130,7 +127,7 @@ def _outliving(worker: Worker, pool: Pool) -> set[Path]:
     }
 
 
-def _running(cluster: Cluster, worker: Worker, key: Key) -> Request | None:
+def _running(cluster: Cluster, worker: DecodeWorker, key: Key) -> Request | None:
     """The request of an attempt that decodes on a worker, or is to; None if it is leaving."""
     request = cluster.current(*key)
     there = request is not None and request.decode_incarnation == worker.incarnation and request.state in ON_WORKERS
@@ -170,9 +167,9 @@ def give_shares(cluster: Cluster, pool: Pool, queue: WaitQueue, now: float) -> N
             return
 
 
-def charge_decode(cluster: Cluster, worker: Worker, now: float) -> None:
+def charge_decode(cluster: Cluster, worker: DecodeWorker, now: float) -> None:
     """Charge for answers beyond their estimates, as they are emitted."""
-    if now - worker.charged_at < CHARGE_EVERY_S or worker.admission is None:
+    if now - worker.charged_at < CHARGE_EVERY_S:
         return
     worker.charged_at = now
     queue = cluster.queues[worker.hello.model]

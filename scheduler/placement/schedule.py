@@ -2,22 +2,24 @@
 Each pool's `Wakeups` note such events. Other events, like the progress of running streams, cause no work here.
 """
 
+from collections.abc import Iterable
 from itertools import islice
 
 from scheduler.cluster import Cluster
 from scheduler.decisions import Dispatched
 from scheduler.lifecycle import RequestState, Trigger
 from scheduler.observer import NothingRuns
-from scheduler.placement.choice import better_than_bound, expect_cached, last_block
-from scheduler.placement.out_of_turn import place_kept, place_retained, place_suspect
+from scheduler.placement.pairs import any_pair, best_side, last_block
 from scheduler.placement.paused_turns import resume_due
+from scheduler.placement.place import bind, place_at_once
 from scheduler.placement.preemption import give_shares
 from scheduler.placement.steps import compose
+from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
 from scheduler.waiting.queue_keys import bound_key
 from scheduler.workers.candidates import EXAMINED_MAX
 from scheduler.workers.pool import Pool
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import PrefillWorker, Worker
 
 STEALS_MAX = 8  # a request that was bound to a worker so often stays where it is
 LOOK_EVERY_S = 0.1  # how often streams that could give way are looked for at events that let no request be placed
@@ -42,10 +44,10 @@ def schedule(cluster: Cluster, now: float) -> None:
         if not queue.fair.size:
             pool.wakeups.nothing_waits()
             continue
-        if pool.wakeups.for_all and pool.retained:
-            place_retained(cluster, pool, now)
-        place_kept(cluster, pool, now)
-        place_suspect(cluster, pool, now)
+        if pool.wakeups.for_all:
+            _place_without_turn(cluster, pool, pool.returning(), now)
+        _place_without_turn(cluster, pool, pool.large_request(now), now)
+        _place_without_turn(cluster, pool, _suspects(pool, queue, now), now)
         _ask_workers(cluster, pool, queue, now)
         if not pool.wakeups.go_on_at_once:
             give_shares(cluster, pool, queue, now)
@@ -55,16 +57,39 @@ def schedule(cluster: Cluster, now: float) -> None:
         pool.wakeups.event_done()
 
 
+def _place_without_turn(cluster: Cluster, pool: Pool, requests: Iterable[Request], now: float) -> bool:
+    """Place requests that come before all others as soon as there is room. Returns whether one was placed."""
+    found = False
+    for request in requests:
+        pair = any_pair(request, pool, now)
+        if pair is not None:
+            place_at_once(cluster, request, pair, now)
+            found = True
+    return found
+
+
+def _suspects(pool: Pool, queue: WaitQueue, now: float) -> list[Request]:
+    """The suspects whose trial in decode may begin. Those that have waited too long wait for a turn."""
+    if not pool.trials.waiting:
+        return []
+    for request in pool.trials.overdue(now):
+        queue.unsettle(request)
+        pool.wakeups.request_came()
+    return pool.trials.next()
+
+
 def _ask_workers(cluster: Cluster, pool: Pool, queue: WaitQueue, now: float) -> None:
     """Ask the prefill workers that may find something, one after another, until none does or enough was done."""
     steps, pool.wakeups.go_on_at_once = 0, False
-    while (worker := pool.wakeups.next_to_ask(queue)) is not None or place_suspect(cluster, pool, now):
+    while True:
+        worker = pool.wakeups.next_to_ask(queue)
         if worker is None:
-            continue
-        if steps == STEPS_PER_EVENT_MAX:
+            if not _place_without_turn(cluster, pool, _suspects(pool, queue, now), now):
+                return
+        elif steps == STEPS_PER_EVENT_MAX:
             pool.wakeups.steps_max_reached()
             return
-        if _fill(cluster, worker, pool, queue, now):
+        elif _fill(cluster, worker, pool, queue, now):
             steps += 1
             if worker.undispatched:
                 pool.wakeups.has_own_work(worker)
@@ -73,34 +98,27 @@ def _ask_workers(cluster: Cluster, pool: Pool, queue: WaitQueue, now: float) -> 
 
 
 def _steal(worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> bool:
-    """Let a worker with nothing to do take the last request bound to another worker, if it starts earlier here. Returns
+    """Let a worker with nothing to do take the last request bound to another worker, if it is the better one by now. Returns
     whether it did."""
-    if worker.is_decode or not pool.wakeups.may_place_on(worker) or not pool.has_pair(worker, now):
+    if not isinstance(worker, PrefillWorker) or not pool.wakeups.may_place_on(worker) or not pool.has_pair(worker, now):
         return False
-    hosts = [
-        pool.workers[incarnation]
-        for incarnation in islice(pool.bindings.hosts, EXAMINED_MAX)
-        if incarnation != worker.incarnation
-    ]
+    hosts = [pool.workers[one] for one in islice(pool.bindings.hosts, EXAMINED_MAX) if one != worker.incarnation]
     host = max(hosts, key=lambda w: (w.tokens_before, w.incarnation), default=None)
     if host is None:
         return False
     pool.bindings.hosts[host.incarnation] = pool.bindings.hosts.pop(host.incarnation)  # the others are looked at too
     request = next(reversed(host.bound.values()))
-    if request.resumed and pool.breakers.host_fails(worker.hello.host, now):
-        return False
     if request.attempt_progress.moves >= STEALS_MAX or not worker.fits(request.submit):
         return False
     if queue.class_key(request) in pool.wakeups.closed:
         return False
-    if not better_than_bound(request, worker, host, pool, pool.bindings.kept_waiting(worker, len(queue)), now):
+    side = best_side(request, worker, pool, queue, now, bound_to=host)
+    if side is None or side.worker is not worker:
         return False
     cached_there = request.cached_tokens
-    pool.bindings.unbind(request)
-    expect_cached(request, worker, pool)
+    bind(request, side, pool)
     if request.cached_tokens < cached_there:
         pool.waits.computed(last_block(request.submit, cached_there))
-    pool.bindings.bind(request, worker)
     queue.settle_on(request, bound_key(worker.incarnation))
     return True
 

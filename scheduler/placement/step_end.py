@@ -8,7 +8,7 @@ from scheduler.observer import StepEnd
 from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.pool import Pool
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker, Worker
 
 
 def nothing_more(worker: Worker, pool: Pool, queue: WaitQueue) -> StepEnd:
@@ -39,7 +39,7 @@ def decode_limits(pool: Pool, queue: WaitQueue) -> dict[StepEnd, int]:
     return found
 
 
-def decode_limit(decode: Worker, first: Request, pool: Pool) -> StepEnd:
+def decode_limit(decode: DecodeWorker, first: Request, pool: Pool) -> StepEnd:
     """Why a request that found no room in decode is not on this worker."""
     if decode.draining or decode.incarnation == pool.room_for_large.decode:
         return StepEnd.WORKER_CLOSED

@@ -1,23 +1,37 @@
-"""The composition of one prefill forward pass: candidates in the fair order, and the decision on each."""
+"""The composition of one prefill step: candidates in the fair order, and the decision on each.
 
+`compose` asks the fair queue for one candidate after another, and applies each decision:
+
+    Run       its next chunk goes into the step; if it was not placed yet, it is placed on a pair of workers. If another, idle
+              worker computes it, it is placed there at once
+    Wait      it is bound to another worker, prefill or decode, and waits for a turn there
+    NoRoom    its queue key is left out until room is freed; if it was bound to this worker, it waits in its class
+    Apart     it is suspected of having ended workers, and does not run beside others
+    Apart.ELSEWHERE   the decode worker for which it waited does not take it now: it waits in its demand class again
+"""
+
+from collections.abc import Sequence
+from enum import Enum, auto
 from itertools import islice
 from math import inf
+from typing import NamedTuple
 
 from proto.limits import MAX_CHUNKS_PER_STEP
 from proto.messages import Chunk, Step
 from scheduler.cluster import Cluster
 from scheduler.lifecycle import RequestState
 from scheduler.observer import Composed, Looked, NothingRuns, Outcome, StepEnd
-from scheduler.placement.choice import expect_cached
-from scheduler.placement.decide import Apart, NoRoom, PlaceElsewhere, Run, TurnOutcome, Wait, decide, fitting
-from scheduler.placement.place import place, place_at_once
+from scheduler.placement.pairs import Beginning, Pair, Side, best_side, last_block, may_compute, pair, waits_behind
+from scheduler.placement.place import bind, place, place_at_once
 from scheduler.placement.step_end import nothing_more
 from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
-from scheduler.waiting.queue_keys import TRIAL_KEY, bound_key
+from scheduler.waiting.queue_keys import TRIAL_KEY, Demand, bound_key, class_key, classes_without_room, is_class
 from scheduler.workers.pool import Pool
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker, PrefillWorker, Worker
 
+MOVES_MAX = 4
+"""How often a request may be bound to a worker that has more of it cached. After that it runs where its turn comes."""
 MOVES_PER_TURN_MAX = 64  # requests that one turn may move to another queue key; the next event goes on from there
 LOOKED_AT_MAX = 64  # most partly computed prompts of a prefill worker that are looked at for one step
 URGENT = 2.0
@@ -31,6 +45,76 @@ If its rest is longer, it goes before later prompts of its user and those of its
 while an organisation or priority class waits that had much less than its share. Otherwise, with thousands of users, prompts
 would wait partly computed while all others have a turn, and would take up room in prefill and decode.
 """
+
+
+class Run(NamedTuple):
+    pair: Pair | None = None  # none where the request is placed already
+    copied: bytes = b""
+    """The prefix that is computed once more though another worker has it; empty if there is none. See `bindings`."""
+
+
+class Wait(NamedTuple):
+    side: Side
+
+
+class NoRoom(NamedTuple):
+    in_decode: bool
+    """No decode worker has room. If False, this prefill worker has no room, or no decode worker that it may send to has
+    any."""
+    classes: Sequence[int] = ()  # classes that are found to have no room in decode
+    copied: bytes = b""  # as in `Run`, had there been room
+
+
+class Apart(Enum):
+    TRIAL = auto()  # it waits for a decode worker without another suspect
+    OWN_STEP = auto()  # It waits for a step of its own. Nothing is put before it meanwhile.
+    ELSEWHERE = auto()  # the decode worker that has its beginning does not take it now
+
+
+TurnOutcome = Run | Wait | NoRoom | Apart
+
+
+def decide(
+    request: Request, worker: Worker, pool: Pool, queue: WaitQueue, *, is_first: bool, now: float
+) -> TurnOutcome:
+    """Decide on the request whose turn it is on `worker`, and change nothing. `is_first`: the step is empty, and no other
+    runs."""
+    queued = request.state is RequestState.QUEUED
+    if queued and pool.trials.concern(request, now):
+        return Apart.TRIAL
+    if request.own_step and not is_first:
+        return Apart.OWN_STEP
+    if not queued:
+        return Run()
+    assert request.entry is not None
+    pool.lengths.expect(request, pool.shares)
+    if isinstance(worker, DecodeWorker):
+        if not may_compute(worker, request, pool, now) or waits_behind(request, pool, queue):
+            return Apart.ELSEWHERE
+        return Run(Pair(worker, worker, Beginning(pool.cached_tokens(request.submit, worker))))
+    side, demand = Side(worker), Demand.of(request.submit, request.expected_left, request.tpot_ms)
+    if not is_class(request.entry.key):
+        if class_key(demand) in pool.wakeups.closed:
+            return NoRoom(in_decode=True)  # many may be bound, and to look for room for each would take long
+    elif request.attempt_progress.moves < MOVES_MAX:
+        side = best_side(request, worker, pool, queue, now) or side
+    if side.worker is not worker and not pool.starts_at_once(side.worker):
+        return Wait(side)
+    assert isinstance(side.worker, PrefillWorker)
+    # If it waited for its turn on an idle worker, the next in turn here would get the room in decode.
+    found = pair(request, side.worker, pool, now)
+    if found is not None:
+        return Run(found, side.copied)
+    if not side.worker.fits(request.submit) or pool.breakers.concern(side.worker.incarnation):
+        return NoRoom(False, (), side.copied)
+    return NoRoom(True, (class_key(demand), *classes_without_room(demand, queue.classes())), side.copied)
+
+
+def fitting(request: Request, left: int, block_size: int) -> int:
+    """Returns how many prompt tokens fit a step with `left` unused tokens. Only a prompt's last chunk may end inside a KV
+    block, so that every block is sent once."""
+    remaining = request.submit.prompt_tokens - request.dispatched_tokens
+    return remaining if remaining <= left else left - left % block_size
 
 
 class _Plan:
@@ -67,15 +151,14 @@ class _Plan:
 
 
 def compose(cluster: Cluster, worker: Worker, pool: Pool, queue: WaitQueue, now: float) -> Step | None:
-    """The next step of a prefill worker, up to its token budget; None if there is nothing it can do. Prompts still queued
-    compete with those already placed there."""
-    plan = _Plan(worker)
+    """The next step of a worker, up to its token budget; None if there is nothing it can do. Prompts still queued compete with
+    those already placed there."""
+    plan, moves, end = _Plan(worker), 0, None
     begun = _take_continuation(worker, plan.left, pool, queue, now)
     if begun is not None:
-        length = fitting(begun, begun.dispatched_tokens, plan.left, worker.capacity.block_size)
+        length = fitting(begun, plan.left, worker.capacity.block_size)
         queue.go_on(begun, length, worker.incarnation, now)
         plan.add(begun, length)
-    moves, end = 0, None
     while plan.has_space:
         keys = pool.wakeups.open_keys(worker, queue)
         request = queue.first(keys)
@@ -83,18 +166,14 @@ def compose(cluster: Cluster, worker: Worker, pool: Pool, queue: WaitQueue, now:
             end = nothing_more(worker, pool, queue) if plan.chunks else None
             break
         is_first = not plan.chunks and not worker.steps
-        decision = decide(request, worker, pool, queue, plan.left, is_first=is_first, now=now)
+        decision = decide(request, worker, pool, queue, is_first=is_first, now=now)
         if isinstance(decision, Run):
-            _run(cluster, decision, request, worker, pool, queue, keys, now)
-            plan.add(request, decision.length)
-            moves = 0
+            _run(cluster, decision, request, plan, worker, keys, now)
+            moves = moves if decision.pair is not None and decision.pair.prefill is not worker else 0
             continue
         if decision is Apart.OWN_STEP:
             end = StepEnd.OWN_STEP
             break
-        if isinstance(decision, PlaceElsewhere):
-            _run_there(cluster, decision, request, worker, pool, queue, now)
-            continue
         key = _key_after(decision, request, queue)
         if key is not None and moves == MOVES_PER_TURN_MAX:
             pool.wakeups.gave_up()
@@ -119,78 +198,65 @@ def compose(cluster: Cluster, worker: Worker, pool: Pool, queue: WaitQueue, now:
 
 
 def _run(
-    cluster: Cluster,
-    decision: Run,
-    request: Request,
-    worker: Worker,
-    pool: Pool,
-    queue: WaitQueue,
-    keys: list[int],
-    now: float,
+    cluster: Cluster, decision: Run, request: Request, plan: _Plan, worker: Worker, keys: list[int], now: float
 ) -> None:
-    """Charge for its next chunk, and place it if this is its first."""
-    if decision.decode is not None:
+    """Charge for its next chunk, and place it if this is its first. If it is another, idle worker's, it is placed there."""
+    pool, queue, found = cluster.pools[request.submit.model], cluster.queues[request.submit.model], decision.pair
+    if found is not None:
         pool.waits.computed(decision.copied)
-        request.cached_tokens = request.dispatched_tokens = decision.start
         _count_bypass(request, worker, pool, queue, cluster.limits.bypasses_max, now)
     if cluster.watch is not None:
         cluster.watch(Looked(worker, request, Outcome.TAKEN))
-    queue.take(request, decision.length, worker.incarnation, keys, now)
-    if decision.decode is not None:
-        place(cluster, request, worker, decision.decode, now, decision.begins)
-
-
-def _run_there(
-    cluster: Cluster, decision: PlaceElsewhere, request: Request, own: Worker, pool: Pool, queue: WaitQueue, now: float
-) -> None:
-    """Place the request on the other, idle prefill worker that `decision` names."""
-    _count_bypass(request, own, pool, queue, cluster.limits.bypasses_max, now)
-    if cluster.watch is not None:
-        cluster.watch(Looked(own, request, Outcome.TAKEN))
-    place_at_once(cluster, request, decision.prefill, decision.decode, now)
+    if found is not None and found.prefill is not worker:
+        place_at_once(cluster, request, found, now)
+        return
+    if found is not None:
+        request.cached_tokens = request.dispatched_tokens = found.begins.tokens
+    length = fitting(request, plan.left, worker.capacity.block_size)
+    queue.take(request, length, worker.incarnation, keys, now)
+    if found is not None:
+        place(cluster, request, found, now)
+    plan.add(request, length)
 
 
 def _key_after(decision: TurnOutcome, request: Request, queue: WaitQueue) -> int | None:
-    """Returns the queue key under which the request is to wait next; None: it keeps its key."""
+    """Returns the queue key under which the request is to wait next; None: it keeps its key, which has no room."""
     if isinstance(decision, Wait):
-        return bound_key(decision.worker.incarnation)
+        return bound_key(decision.side.worker.incarnation)
     if decision is Apart.TRIAL:
         return TRIAL_KEY
-    if decision is Apart.ELSEWHERE:
-        return queue.class_key(request)
-    assert isinstance(decision, NoRoom) and request.entry is not None
-    if not decision.in_decode:
+    if isinstance(decision, NoRoom) and not decision.in_decode:
         return None
     # It waits for room in decode, no matter which prefill worker has its prompt cached.
+    assert request.entry is not None
     key = queue.class_key(request)
-    return key if key != request.entry.key else None
+    return key if key != request.entry.key or decision is Apart.ELSEWHERE else None
 
 
 def _pass_over(decision: TurnOutcome, request: Request, worker: Worker, pool: Pool, now: float) -> None:
     """Record why the request does not run on this worker now."""
     match decision:
-        case Wait(better, prefix, cached_tokens, waits_s, expected_s):
+        case Wait(side):
             pool.cache_waits += 1
-            if prefix:
-                pool.waits.add(prefix, cached_tokens, waits_s, now)
-            expect_cached(request, better, pool)
-            pool.bindings.bind(request, better)
-            request.attempt_progress.there_s, request.attempt_progress.elsewhere_s = expected_s
+            here, there = (pool.cached_tokens(request.submit, one) for one in (worker, side.worker))
+            if isinstance(side.worker, PrefillWorker) and there > here:
+                waits_s = max(side.worker.tokens_before - worker.tokens_before, 0) / pool.rate(side.worker)
+                pool.waits.add(last_block(request.submit, there), there, waits_s, now)
+            bind(request, side, pool)
+            return
         case NoRoom(in_decode, classes, copied):
             pool.waits.computed(copied)
             pool.no_room += bool(classes) or not in_decode
-            if in_decode:
-                pool.wakeups.no_room_in_decode(request, classes)
-                pool.bindings.unbind(request)
-            else:
+            if not in_decode:
                 assert request.entry is not None
                 pool.wakeups.no_room_on(worker, request.entry.key, request)
+                return
+            pool.wakeups.no_room_in_decode(request, classes)
         case Apart.TRIAL:
-            pool.bindings.unbind(request)
             pool.trials.wait(request)
         case Apart.ELSEWHERE:
-            pool.bindings.unbind(request)
             pool.wakeups.came_back()
+    pool.bindings.unbind(request)
 
 
 def _take_continuation(worker: Worker, left: int, pool: Pool, queue: WaitQueue, now: float) -> Request | None:

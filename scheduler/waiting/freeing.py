@@ -52,15 +52,6 @@ class FreeingRate:
         self.held -= amount
         assert self.held >= 0
 
-    @property
-    def is_learnt(self) -> bool:
-        return self._seen > 0
-
-    @property
-    def mean_s(self) -> float:
-        """How long each is held, in seconds; 0 before the first has come free."""
-        return self._mean_s
-
     def wait_s(self, amount: float, now: float, usual_s: float = 0.0) -> float:
         """Returns seconds until `amount` more has come free. If nothing has come free for a while, it is at least that while
         again. `usual_s`: the assumed holding time while nothing was learnt."""
@@ -72,8 +63,7 @@ class FreeingRate:
 
 
 class ComingBack(Generic[T]):
-    """Requests that were rejected and told when to come again, until then, and for a while after. A client that comes earlier
-    gives its place up, and gets another one behind all others."""
+    """Requests that were rejected and told when to come again, until then, and for a while after."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Hashable]] = []
@@ -102,6 +92,14 @@ class ComingBack(Generic[T]):
     def give_up(self, who: Hashable) -> T | None:
         """Forget when a request was told to come."""
         return self._told.pop(who, (0, None))[1]
+
+    def told(self, who: Hashable) -> T | None:
+        """What was kept for a request whose time has not come."""
+        return self._told.get(who, (0, None))[1]
+
+    def keep(self, who: Hashable, what: T) -> None:
+        """Keep something else for a request that was told when to come."""
+        self._told[who] = self._told[who][0], what
 
     def obeys(self, who: Hashable) -> bool:
         """Whether a request was told a time that has come. It was, once only."""

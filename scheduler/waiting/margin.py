@@ -1,8 +1,8 @@
 """How much earlier than wanted a first token must be expected, so that few admitted requests are late. Pure.
 
 The margin is a quantile of the error of the projection, as a part of the time that a request has. It follows from the requests
-that were admitted with most of that time already projected; the others say nothing about errors near the limit. It rises at
-once with late ones, and falls slowly.
+that were admitted in time with most of that time already projected; the others say nothing about errors near the limit. It
+rises at once with late ones, and falls slowly.
 """
 
 from scheduler.request import Request
@@ -27,7 +27,7 @@ class Margins:
     def came(self, request: Request, now: float) -> None:
         """Learn from a first token."""
         wanted_s = request.first_token_ms / 1000
-        if not wanted_s or request.expected_s < wanted_s * (1 - MOST) / 2:
+        if not wanted_s or not wanted_s * (1 - MOST) / 2 <= request.expected_s <= wanted_s:
             return
         name = request.path[0]
         margin, error = self._of.get(name, LEAST), (now - request.arrived - request.expected_s) / wanted_s

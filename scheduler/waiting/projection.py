@@ -1,24 +1,25 @@
 """Projects when a tenant's request would get its place, for admission, Retry-After and people. Pure.
 
-It divides the work that goes first in the fair order (`work_ahead`) by the rate at which work is placed. If decode has no
+It divides the work that goes first in the fair order (`tenant_work`) by the rate at which work is placed. If decode has no
 room, or the queue has not been empty for longer than placed requests stay, that is the rate at which placed work comes free
-(`drain`). Else it is the measured speed of prefill.
+(`releases`). Else it is the measured speed of prefill.
 
 Clients that were rejected and told to come back keep their place in the order until then. So each gets a time of its own, even
-if all are of different tenants.
+if all are of different tenants. One that comes earlier has no place any more: it is told a time again, but nothing is kept for
+it. Else those who ask all the time would lengthen the wait of those who come when they were told.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from scheduler.fairness.fair_node import Path
 from scheduler.request import Request
 from scheduler.waiting.freeing import FINGERPRINT_MAX, ComingBack
+from scheduler.waiting.line import Line
 from scheduler.waiting.margin import Margins
 from scheduler.waiting.ratios import Ratios
 from scheduler.waiting.releases import Releases
-from scheduler.waiting.work_ahead import WorkAhead
+from scheduler.waiting.tenant_work import IN_LINE, WAITING
 
 RETRY_AFTER_S = (1.0, 600.0)
 SHORT_S = 0.1  # below this, the error of a projection does not matter
@@ -41,56 +42,20 @@ class Speed(NamedTuple):
     """The priority class has decode workers of its own, since its target differs: see `token_targets`."""
 
 
-class ProjectionAccuracy(NamedTuple):
-    """Sums over requests that were placed, in seconds."""
-
-    projected_s: float = 0.0
-    waited_s: float = 0.0
-    error_s: float = 0.0  # the sum of the absolute errors of the waits projected on arrival, in seconds
-
-
 class Projection:
     """How long requests of one model's queue will wait."""
 
-    def __init__(self, weights: Mapping[str, float]) -> None:
-        self.waiting = WorkAhead(weights)
-        """Work of the requests that wait for a place, in weighted tokens, as in `Prices`."""
-        self._line = WorkAhead(weights)  # work as in `waiting`, with that of requests that were told to come back
+    def __init__(self, line: Line) -> None:
+        self._line = line
         self._coming: ComingBack[tuple[Path, int]] = ComingBack()
         """Those that were told to come back, by their path and `fingerprint`."""
         self.placed = Releases()
         self._placed_of: defaultdict[str, Releases] = defaultdict(Releases)  # the same, by priority class
         self.margins = Margins()
-        self._prompt_tokens = 0  # prompt tokens of the requests that wait
-        self._waits_since: float | None = None
-        """The time since which something has always been waiting; None: nothing waits."""
-        self.accuracy: dict[str, ProjectionAccuracy] = {}  # how far projections were off, by priority class
         self.ratios: dict[str, Ratios] = {}
         """Waits divided by the projected waits, by priority class, unless both are short."""
 
-    def reweigh(self, weights: Mapping[str, float]) -> None:
-        self.waiting.reweigh(weights)
-        self._line.reweigh(weights)
-
     # --- what happens ---------------------------------------------------------------------------------------------------
-
-    def wait(self, request: Request, work: int) -> None:
-        """Count a request that begins to wait for a place."""
-        request.work = work
-        if self._waits_since is None:
-            self._waits_since = request.since
-        self._count(request, 1)
-
-    def wait_no_more(self, request: Request) -> None:
-        self._count(request, -1)
-        if not self.waiting.work:
-            self._waits_since = None
-
-    def _count(self, request: Request, sign: int) -> None:
-        urgent = request.first_token_ms > 0
-        self.waiting.add(request.path, sign * request.work, urgent=urgent)
-        self._line.add(request.path, sign * request.work, urgent=urgent)
-        self._prompt_tokens += sign * request.submit.prompt_tokens
 
     def place(self, request: Request, now: float) -> None:
         """Count a request that has got a place. It has waited since `request.since`."""
@@ -98,11 +63,7 @@ class Projection:
         request.cohorts = tuple(placed.take(request.work, now) for placed in self._counted(request))
         if request.attempt > 1:
             return
-        sums, waited_s = self.accuracy.get(request.path[0], ProjectionAccuracy()), now - request.since
-        error_s = abs(waited_s - request.projected_s)
-        self.accuracy[request.path[0]] = ProjectionAccuracy(
-            sums.projected_s + request.projected_s, sums.waited_s + waited_s, sums.error_s + error_s
-        )
+        waited_s = now - request.since
         if waited_s > SHORT_S or request.projected_s > SHORT_S:
             found = self.ratios.get(request.path[0]) or self.ratios.setdefault(request.path[0], Ratios())
             found.add(max(waited_s, SHORT_S) / max(request.projected_s, SHORT_S))
@@ -128,50 +89,57 @@ class Projection:
     ) -> float:
         """How long a new request of this tenant would wait for a place. `lacks`: the part of all room in decode in which others
         give way to it."""
-        if not self.waiting.work:
+        ahead = self._line.work
+        if not ahead.total(WAITING):
             return 0.0
         # Streams of other targets make no room where the class has workers of its own.
-        given, own = 0.0 if speed.apart else lacks * self.placed.held, self.waiting.of(path, urgent=urgent) + work
-        before = self.waiting.before(path, work, urgent=urgent, apart=speed.apart)
+        given, own = 0.0 if speed.apart else lacks * self.placed.held, ahead.of(path, WAITING, urgent=urgent) + work
+        before = ahead.before(path, WAITING, work, urgent=urgent, apart=speed.apart)
         wait_s = self._seconds(path, before, work, speed, now)
         if own <= given and wait_s > (given_s := GIVEN_S * own / work):
             return max(given_s, self._prefill_s(before, work, speed))
         return wait_s
 
     def obeys(self, path: Path, fingerprint: int, now: float) -> bool:
-        """Whether a request was told to come again by now. If it comes early, it loses its place."""
+        """Whether a request was told to come again by now. If it comes early, it loses its place, but is remembered."""
         self._drop_due(now)
         if not self._coming.is_used:
             return False
         who = path, fingerprint
-        if (early := self._coming.give_up(who)) is not None:
-            self._line.add(path, -early[1], urgent=False)
+        if (early := self._coming.told(who)) is not None:
+            self._keep_place(path, -early[1])
+            self._coming.keep(who, (path, 0))
         return self._coming.obeys(who)
 
     def _drop_due(self, now: float) -> None:
         for before, amount in self._coming.take_due(now):
-            self._line.add(before, -amount, urgent=False)
+            self._keep_place(before, -amount)
 
     def retry_after_s(
         self, path: Path, work: int, fingerprint: int, speed: Speed, now: float, computed_s: float = 0.0
     ) -> float:
         """Returns the wait that a client is told: until its turn, behind all requests that wait and all that come back before
-        it. Its place is kept for it. `computed_s`: seconds until prefill has computed the admitted work before it, placed work
-        included."""
+        it. Its place is kept for it, unless it has come early. `computed_s`: seconds until prefill has computed the admitted
+        work before it, placed work included."""
+        who = path, fingerprint
         self.obeys(path, fingerprint, now)  # a place that it had is given up
-        line = self._line.before(path, work, urgent=False, apart=speed.apart)
-        coming = line - self.waiting.before(path, work, urgent=False, apart=speed.apart)
+        kept = 0 if self._coming.told(who) is not None else work
+        line = self._line.work.before(path, IN_LINE, work, apart=speed.apart)
+        coming = line - self._line.work.before(path, WAITING, work, apart=speed.apart)
         behind_s = computed_s + self._seconds(path, coming, 0, speed, now)
         wait_s = max(self._seconds(path, line, work, speed, now), behind_s)
         told_s = spread(wait_s, fingerprint)
-        if self._coming.tell(now + told_s, (path, fingerprint), (path, work)):
-            self._line.add(path, work, urgent=False)
+        if self._coming.tell(now + told_s, who, (path, kept)):
+            self._keep_place(path, kept)
         return told_s
+
+    def _keep_place(self, path: Path, work: int) -> None:
+        self._line.work.add(path, (0, 0, work, 0))
 
     def _seconds(self, path: Path, work: float, own: int, speed: Speed, now: float) -> float:
         """Seconds until so much work has a place, the last `own` of it included."""
-        placed, since = self._placed_of[path[0]] if speed.apart else self.placed, self._waits_since
-        steady = since is not None and placed.is_learnt and now - since >= placed.mean_s
+        placed, since = self._placed_of[path[0]] if speed.apart else self.placed, self._line.since
+        steady = since is not None and 0.0 < placed.mean_s <= now - since
         prefill_s = self._prefill_s(work, own, speed)
         if placed.held and (speed.decode_is_full or steady):
             return max(placed.wait_s(work, now), prefill_s)
@@ -181,5 +149,6 @@ class Projection:
         """Seconds in which prefill computes the prompts of so much work, without those of its `own` last part."""
         if not speed.prompt_tokens_per_s:
             return 0.0
-        prompt_share = self._prompt_tokens / self.waiting.work if self.waiting.work else 1.0
+        total = self._line.work.total(WAITING)
+        prompt_share = min(self._line.tokens / total, 1.0) if total else 1.0
         return (work - own) * prompt_share / speed.prompt_tokens_per_s

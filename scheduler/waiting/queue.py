@@ -1,8 +1,7 @@
 """The requests of one model with chunks left to dispatch, queued and placed alike, and what their tenants are charged."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import heapify, heappop, heappush
-from math import ceil, inf
+from collections.abc import Iterable, Iterator, Sequence
+from math import ceil
 from typing import cast
 
 from proto.messages import Chunk, Submit
@@ -11,19 +10,16 @@ from scheduler.fairness.fair_node import Path
 from scheduler.fairness.fair_queue import FairQueue, Terms
 from scheduler.fairness.held_shares import HeldShares
 from scheduler.fairness.priority_classes import ring_weights
-from scheduler.fairness.sorted_row import SPARE
 from scheduler.limits import SchedulerLimits
 from scheduler.request import Request
 from scheduler.waiting.answer_lengths import AnswerLengths
 from scheduler.waiting.grace import Grace
-from scheduler.waiting.latest_starts import LatestStarts
-from scheduler.waiting.overload import Backlog, Rate
+from scheduler.waiting.line import Line
 from scheduler.waiting.projection import Projection
 from scheduler.waiting.queue_keys import PAUSED_KEY, Demand, class_key
+from scheduler.waiting.rate import Rate
 from scheduler.waiting.ratios import Ratios
 from scheduler.waiting.retries import RetryBudget
-from scheduler.waiting.waits import Waits
-from scheduler.waiting.work_ahead import WorkAhead
 
 _PRIORITY_S = 1e6  # seconds that one step of a request's own priority counts: more than any deadline
 _HEAD_START_S = 1e13  # a request that a drain cut short goes before the other waiting requests of its tenant
@@ -34,29 +30,20 @@ class WaitQueue:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
-        self._waiting = 0
         self.lengths = AnswerLengths(limits.long_output_tokens, limits.kv_overcommit)
         self.output_ratios: dict[str, Ratios] = {}
         """Tokens of answers as parts of what was expected when they were admitted, by priority class."""
-        self._waits = Waits(limits.queue_wait_s_max, limits.resumed_wait_s_max)
-        self._waits.priority_classes = limits.priority_classes
-        self._latest_starts = LatestStarts()
-        self._deadlines: list[tuple[float, int, Request, int]] = []
-        self._deadlines_set = 0
-        self.nothing_due_before = 0.0
-        """A lower bound of `next_timer`. Requests that leave only make `next_timer` later."""
         self.fair: FairQueue[Request] = FairQueue(
             limits.quantum_tokens, {**ring_weights(limits.priority_classes), **limits.weights}, limits.overtaken_max
         )
         self.shares: HeldShares | None = None
         """The shares by which requests without a place take turns, while decode is short of room."""
-        self.backlog = Backlog(limits.queue_tokens_max / limits.queue_requests_max)
-        self.work_ahead = WorkAhead(self.fair.weights)
-        """Prompt tokens that are not computed yet, of waiting and placed requests."""
-        self.projection = Projection(self.fair.weights)
+        self.line = Line(limits, self.fair.weights)
+        self.projection = Projection(self.line)
         self.grace = Grace()
         self.retries = RetryBudget(limits.retry_floor, limits.retry_share)
-        self._served = Rate(0.0)  # cost of all tenants
+        self._served = Rate(0.0)  # cost of what was dispatched, with answers as estimated
+        self.served: dict[Path, Rate] = {}  # the same by tenant
         self.step_tokens = STEP_TOKENS  # step budget of workers that are not told another one
         self.attention_tokens = 0  # the model's figure, as in `Prices.chunk`
         self._classes: dict[int, None] = {}
@@ -64,20 +51,17 @@ class WaitQueue:
         self._priority_classes: set[str] = set(limits.priority_classes)  # all that there have been
 
     def __len__(self) -> int:
-        return self._waiting
+        return len(self.line)
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._waits)
+        return iter(self.line)
 
     def replace_limits(self, limits: SchedulerLimits) -> None:
         """Other priority classes and weights, from the next turn on."""
         self._limits = limits
         self._priority_classes.update(limits.priority_classes)
-        self._waits.priority_classes = limits.priority_classes
-        self.nothing_due_before = 0.0
         self.fair.reweigh({**ring_weights(limits.priority_classes), **limits.weights})
-        self.work_ahead.reweigh(self.fair.weights)
-        self.projection.reweigh(self.fair.weights)
+        self.line.replace_limits(limits, self.fair.weights)
 
     def forget(self, tenant: str) -> None:
         """Forget a tenant that has nothing waiting or running."""
@@ -85,28 +69,23 @@ class WaitQueue:
         for priority_class in self._priority_classes:
             path = (priority_class, organisation, user)
             self.fair.forget(path)
-            self.backlog.forget(path)
+            self.served.pop(path, None)
             self.lengths.forget(path)
 
     # --- in and out -----------------------------------------------------------------------------------------------------
 
-    def push(self, request: Request, now: float, can_run: bool = True) -> None:
-        """`can_run`: as in `refresh_eligibility`."""
+    def push(self, request: Request, can_run: bool = True, tokens_per_s: float = 0.0) -> None:
+        """`can_run`: as in `refresh_eligibility`. `tokens_per_s`: of the fastest prefill worker; 0: not known."""
         assert not request.waits and request.entry is None
         request.waits = True
-        self._waiting += 1
-        self.count_uncomputed(request, request.submit.prompt_tokens)
-        self.backlog.add(request, now)
         submit, expected = request.submit, self.output_estimate(request)
         if submit.attempt == 1:
             request.expected_tokens = submit.resumed_tokens + expected
-        self.projection.wait(request, self._work(submit, expected))
+        request.work = self._work(submit, expected)
+        self.line.add(request)
         if can_run:
             self._enter(request, self.class_key(request))
-        self._set_deadline(request)
-        self._waits.add(request, self._waiting)
-        self._latest_starts.add(request, self._waiting)
-        self.nothing_due_before = min(self.nothing_due_before, request.since + self._waits.limit_s(request))
+        self.line.watch_deadline(request, tokens_per_s)
 
     def work(self, submit: Submit, path: Path) -> int:
         """The expected cost of a request, as `Projection` counts it."""
@@ -116,15 +95,6 @@ class WaitQueue:
         prices = self._limits.prices
         return ceil(prices.chunk(submit.prompt_tokens) + prices.output(output_tokens))
 
-    def wait_limit_s(self, request: Request) -> float:
-        return self._waits.limit_s(request)
-
-    def count_uncomputed(self, request: Request, tokens: int) -> None:
-        """Set how many tokens of its prompt are still to be computed."""
-        urgent = request.first_token_ms > 0
-        self.work_ahead.add(request.path, tokens - request.uncomputed_tokens, urgent=urgent)
-        request.uncomputed_tokens = tokens
-
     def put_back(self, request: Request, dispatched_tokens: int) -> None:
         """Dispatch the tokens after `dispatched_tokens` again, since its worker will skip those in flight. The steps that skip
         them refund their cost."""
@@ -132,7 +102,7 @@ class WaitQueue:
         if request.entry is None:
             self.refund_output(request)
             self._enter(request, request.prefill_incarnation)
-            self._set_deadline(request)
+            self.line.watch_deadline(request)
 
     def _enter(self, request: Request, key: int) -> None:
         chunks = -(-request.submit.prompt_tokens // (self._limits.step_tokens or self.step_tokens))
@@ -150,20 +120,6 @@ class WaitQueue:
         self._classes[key] = None
         return key
 
-    def _set_deadline(self, request: Request) -> None:
-        """Register its deadline, once for as long as it waits, with a turn or without."""
-        if request.deadline is not None:
-            self._deadlines_set += 1
-            self.nothing_due_before = min(self.nothing_due_before, request.deadline)
-            heappush(self._deadlines, (request.deadline, self._deadlines_set, request, request.attempt))
-            if len(self._deadlines) > 2 * (len(self.fair) + self._waiting) + SPARE:
-                self._deadlines = [due for due in self._deadlines if self._is_due(due[2], due[3])]
-                heapify(self._deadlines)
-
-    def _is_due(self, request: Request, attempt: int) -> bool:
-        """Whether this attempt still waits or has something to dispatch."""
-        return request.attempt == attempt and (request.entry is not None or request.waits)
-
     def refresh_eligibility(self, request: Request, can_run: bool) -> bool:
         """Update a waiting request's turn after workers came or left. If no worker can hold it, it waits without one. Returns
         whether it has one newly."""
@@ -178,9 +134,7 @@ class WaitQueue:
     def placed(self, request: Request) -> None:
         """Note that a request waits no longer. Its chunks still compete for turns."""
         request.waits = False
-        self._waiting -= 1
-        self.backlog.remove(request)
-        self.projection.wait_no_more(request)
+        self.line.remove(request)
 
     def remove(self, request: Request) -> None:
         """Remove a request, so that no more of its chunks are dispatched. Idempotent."""
@@ -189,34 +143,6 @@ class WaitQueue:
         if request.entry is not None:
             self.fair.remove(request.entry)
             request.entry = None
-
-    def oldest_since(self) -> dict[str, float]:
-        """When the oldest request came, for each priority class in which something waits."""
-        return self._waits.oldest_since()
-
-    # --- time -----------------------------------------------------------------------------------------------------------
-
-    def next_timer(self) -> float | None:
-        deadlines = self._deadlines
-        while deadlines and not self._is_due(deadlines[0][2], deadlines[0][3]):
-            heappop(deadlines)
-        waited = self._waits.next_end()
-        if not deadlines:
-            return waited
-        return deadlines[0][0] if waited is None else min(waited, deadlines[0][0])
-
-    def overdue(self, now: float) -> Iterator[Request]:
-        """Yields requests that waited too long, or that missed their deadline with chunks left. The caller ends each."""
-        while (due := self.next_timer()) is not None and due <= now:
-            if self._deadlines and self._deadlines[0][0] <= now:
-                yield heappop(self._deadlines)[2]
-            else:
-                yield from self._waits.overdue(now)
-        self.nothing_due_before = inf if due is None else due
-
-    def too_late(self, now: float, tokens_per_s: float, uncached: Callable[[Submit], int]) -> Request | None:
-        """Returns a waiting request that can no longer have its first token by its deadline at this rate, or None."""
-        return self._latest_starts.first_too_late(now, tokens_per_s, uncached)
 
     # --- service --------------------------------------------------------------------------------------------------------
 
@@ -264,8 +190,9 @@ class WaitQueue:
 
     def _dispatched(self, request: Request, length: int, cost: float, now: float) -> None:
         self._served.add(cost, now)
+        own = self.served.get(request.path) or self.served.setdefault(request.path, Rate(now))
+        own.add(cost, now)
         request.dispatched_tokens += length
-        self.backlog.dispatched(request.path, cost, now)
         if request.dispatched_tokens == request.submit.prompt_tokens:
             request.attempt_progress.output_charged = self._limits.prices.output(self.output_estimate(request))
             request.entry = None
@@ -297,12 +224,10 @@ class WaitQueue:
     def pause(self, request: Request) -> None:
         """Let a request wait without a turn, and not count as work before others."""
         self.settle_on(request, PAUSED_KEY)
-        self.projection.wait_no_more(request)
-        self.count_uncomputed(request, 0)
+        self.line.pause(request)
 
     def resume(self, request: Request) -> None:
-        self.projection.wait(request, request.work)
-        self.count_uncomputed(request, request.submit.prompt_tokens)
+        self.line.resume(request)
         if request.entry is not None:
             self.unsettle(request)
 
@@ -324,7 +249,7 @@ class WaitQueue:
 
     def charge_kept(self, path: Path, prompt_tokens: float) -> None:
         """Charge for KV that was kept between two turns as for computing `prompt_tokens`, if other tenants' requests wait."""
-        if len(self) > self.backlog.waiting(path):
+        if len(self) > self.line.waiting(path):
             self.charge(path, self._limits.prices.prompt_token * prompt_tokens)
 
     # --- true-up --------------------------------------------------------------------------------------------------------

@@ -29,10 +29,6 @@ class Releases:
         self._ahead: list[tuple[int, float]] = []  # the work that is then held, with its age
 
     @property
-    def is_learnt(self) -> bool:
-        return self._seen > 0
-
-    @property
     def mean_s(self) -> float:
         """How long work is held, in seconds; 0 before the first has come free."""
         return self._mean_s

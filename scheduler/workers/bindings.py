@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from scheduler.request import Request
 from scheduler.workers.wakeups import Wakeups
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import PrefillWorker, Worker
 
 _TAU_S = 10.0
 _KEPT_S = 2 * _TAU_S
@@ -22,7 +22,7 @@ _PREFIXES_MAX = 4096
 
 
 class Bindings:
-    def __init__(self, prefill: Mapping[int, Worker], workers: Mapping[int, Worker], wakeups: Wakeups) -> None:
+    def __init__(self, prefill: Mapping[int, PrefillWorker], workers: Mapping[int, Worker], wakeups: Wakeups) -> None:
         self._prefill, self._workers, self._wakeups = prefill, workers, wakeups
         self._count = 0
         self.hosts: dict[int, None] = {}  # workers to which requests are bound, longest first

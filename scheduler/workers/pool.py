@@ -8,7 +8,7 @@ worker to all requests but one that was bypassed too often, until that one fits 
 third is not.
 """
 
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import Collection
 from math import inf
 
@@ -18,25 +18,25 @@ from scheduler.fairness.headroom import Headroom
 from scheduler.fairness.held_shares import HeldShares
 from scheduler.kv_admission.admission import Key
 from scheduler.kv_admission.sessions import Sessions
-from scheduler.request import Request
+from scheduler.request import RETAINED, Request
 from scheduler.score import Weights
 from scheduler.step_pace import StepLimits, StepPace
 from scheduler.step_times import StepTimeSample
 from scheduler.waiting.answer_lengths import AnswerLengths
-from scheduler.waiting.overload import Rate
 from scheduler.waiting.queue_keys import target_class
+from scheduler.waiting.rate import Rate
 from scheduler.workers.bindings import Bindings, PrefixWaits
 from scheduler.workers.candidates import Candidates
 from scheduler.workers.circuit_breakers import NOBODY, Breakers
 from scheduler.workers.hand_overs import HandOvers
 from scheduler.workers.ordered import Ordered
-from scheduler.workers.prefix_index import Locality
+from scheduler.workers.prefix_index import Locality, known_blocks, usable_tokens
 from scheduler.workers.reserved_workers import RoomForLargeRequest
 from scheduler.workers.token_targets import TokenTargets
 from scheduler.workers.traffic import RecentTraffic
 from scheduler.workers.trials import Trials
 from scheduler.workers.wakeups import Wakeups
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker, PrefillWorker, Worker
 
 TOKENS_PER_S = 1000.0  # the rate that a prefill worker is taken to have, while none of its pool has been measured
 
@@ -62,10 +62,10 @@ class Pool:
         self.model = model
         self.weights = weights or Weights()
         self._step_limits = steps or StepLimits()
-        self.prefill: dict[int, Worker] = {}
-        self.decode: dict[int, Worker] = {}
+        self.workers: dict[int, Worker] = {}  # of both roles
+        self.prefill: dict[int, PrefillWorker] = {}
+        self.decode: dict[int, DecodeWorker] = {}
         self.locality, self.targets = Locality(), TokenTargets(self.decode)
-        self.workers = ChainMap(self.prefill, self.decode)
         self.candidates = Candidates(self.prefill, self.decode, self.locality, self.targets)
         self.room_for_large = RoomForLargeRequest(self.decode)
         self.trials = Trials(self.decode)
@@ -95,37 +95,38 @@ class Pool:
         self._freed: Rate | None = None  # millionths of a decode worker that come free by themselves
         self._tokens_per_s, self._measured = 0.0, 0
         """The sum of the measured rates of prefill workers, and their number."""
-        self._mean_tokens_per_s = 0.0  # mean rate of the prefill workers that were measured; 0: to be counted anew
         self._by_rate = Ordered()
         """Prefill workers that take prompts and were measured with full steps, the fastest first."""
         self.no_room = self.cache_waits = 0
         """How many turns passed a request over, without room for it or because another worker has more of it cached."""
-        self._mixed: dict[tuple[str, int, str], Worker] = {}  # prefill halves of mixed workers
+        self._mixed: dict[tuple[str, int, str], PrefillWorker] = {}  # prefill halves of mixed workers
         self.step_ends: Counter[str] = Counter()  # prefill steps by `StepEnd`
         self.finished = 0  # requests
         self.eligible_for: tuple[frozenset[Capacity], ...] | None = None
         """The `capacities` with which the waiting requests were last checked."""
 
     def add(self, worker: Worker) -> None:
-        self._side(worker)[worker.incarnation] = worker
+        self.workers[worker.incarnation] = worker
+        if isinstance(worker, DecodeWorker):
+            self.decode[worker.incarnation], worker.shares = worker, self.shares
+        else:
+            self.prefill[worker.incarnation] = worker
+            if worker.hello.process:
+                self._mixed[_process(worker)] = worker
         self._lost.pop(worker.hello.role, None)
         blocks = worker.capacity.kv_blocks + worker.capacity.tier_blocks
         self.locality.join(worker.incarnation, blocks, worker.hello.role)
         self._count_cache(worker, blocks)
         worker.on_change = self.changed
-        if worker.hello.role is Role.DECODE:
-            worker.shares = self.shares
         limits = self._step_limits
         worker.pace = StepPace(limits._replace(tokens=limits.tokens or worker.capacity.step_tokens))
-        if worker.hello.process and worker.hello.role is Role.PREFILL:
-            self._mixed[_process(worker)] = worker
         self.changed(worker)
         self.wakeups.look_anew()
         self._measure()
 
     def remove(self, worker: Worker, now: float) -> None:
-        side = self._side(worker)
-        del side[worker.incarnation]
+        side = self.decode if worker.is_decode else self.prefill
+        del side[worker.incarnation], self.workers[worker.incarnation]
         if self._mixed.get(_process(worker)) is worker:
             del self._mixed[_process(worker)]
         if not side and not worker.draining:
@@ -138,8 +139,8 @@ class Pool:
         self.candidates.left(worker)
         self._by_rate.drop(worker.incarnation)
         self.hand_overs.leave(worker.incarnation)
-        self.targets.leave(worker)
-        if worker.shares is not None:
+        if isinstance(worker, DecodeWorker):
+            self.targets.leave(worker)
             for key, allocation in worker.allocations.items():
                 if allocation.path:
                     self.shares.remove(allocation.path, worker.incarnation, key)
@@ -168,7 +169,7 @@ class Pool:
 
     def changed(self, worker: Worker) -> None:
         """Update all orders after a worker's allocations, its work, or whether it takes work have changed."""
-        if worker.admission is None:
+        if isinstance(worker, PrefillWorker):
             self.candidates.prefill_changed(worker, self.rate(worker))
             if worker.has_run_full and not worker.draining:
                 self._by_rate.put(worker.incarnation, -worker.tokens_per_s, 0.0)
@@ -183,18 +184,20 @@ class Pool:
             if worker.hello.process:
                 self._bound_slices(worker)
 
-    def measure_mixed(self, decode: Worker, steps: int, sequences: float, kv_tokens: float, step_ms: float) -> None:
+    def measure_mixed(
+        self, decode: DecodeWorker, steps: int, sequences: float, kv_tokens: float, step_ms: float
+    ) -> None:
         """Record the mean of some decode steps of a mixed worker, prompts between them included."""
         prefill = self._mixed.get(_process(decode))
         if prefill is None:
             return
-        between_ms = max(prefill.prompts_ms - decode.prompts_ms, 0.0) / steps
-        decode.prompts_ms = prefill.prompts_ms
+        between_ms = max(prefill.prompts_ms - decode.prompts_seen_ms, 0.0) / steps
+        decode.prompts_seen_ms = prefill.prompts_ms
         if step_ms > between_ms:
             decode.step_fit.add(sequences, kv_tokens, step_ms - between_ms)
             self._bound_slices(decode)
 
-    def _bound_slices(self, decode: Worker) -> None:
+    def _bound_slices(self, decode: DecodeWorker) -> None:
         """Set how long a mixed worker's decode half gives way to its prefill half: each stream keeps its target, or without one
         its part of a step."""
         prefill = self._mixed.get(_process(decode))
@@ -206,7 +209,7 @@ class Pool:
     def freed(self, worker: Worker) -> None:
         """Wake waiting requests, since a worker has released something or is certain to need less."""
         wakeups, drain, trials = self.wakeups, self.room_for_large, self.trials
-        if worker.admission is None:
+        if not isinstance(worker, DecodeWorker):
             wakeups.prefill_room_freed(worker)
             if self.retained or trials.waiting or drain.request is not None:
                 wakeups.may_go_out_of_turn()
@@ -227,7 +230,7 @@ class Pool:
 
     # --- what may run where -------------------------------------------------------------------------------------------
 
-    def may_pair(self, prefill: Worker, decode: Worker, now: float) -> bool:
+    def may_pair(self, prefill: Worker, decode: DecodeWorker, now: float) -> bool:
         breakers, one, other = self.breakers, prefill.incarnation, decode.incarnation
         if not breakers.pairs:
             return True
@@ -239,18 +242,59 @@ class Pool:
 
     def has_pair(self, prefill: Worker, now: float) -> bool:
         """Whether the prefill worker has a decode worker to which it may send KV."""
-        if prefill.is_decode:
+        if isinstance(prefill, DecodeWorker):
             return not prefill.draining and self.may_pair(prefill, prefill, now)
         return any(not decode.draining and self.may_pair(prefill, decode, now) for decode in self.decode.values())
 
-    def decode_candidates(self, request: Request, prefill: Worker, now: float) -> list[Worker]:
-        """Decode workers to which this prefill worker may send. Not those that are closed to all but one request."""
-        closed = self.room_for_large.decode
+    def decode_candidates(self, request: Request, prefill: Worker, now: float) -> list[DecodeWorker]:
+        """Decode workers to which this prefill worker may send: the one that keeps room for the request, those that run no
+        other suspect for a suspect, else a few. Not one that is closed to all requests but another."""
+        large = self.room_for_large
 
-        def takes(decode: Worker) -> bool:
-            return not decode.draining and decode.incarnation != closed and self.may_pair(prefill, decode, now)
+        def takes(decode: DecodeWorker) -> bool:
+            closed = decode.incarnation == large.decode and request is not large.request
+            return not closed and not decode.draining and self.may_pair(prefill, decode, now)
 
+        if self.trials.concern(request, now):
+            return [decode for decode in self.trials.free() if takes(decode)]
+        keeps = self.decode.get(large.decode) if request is large.request else self.keeps_room(request)
+        if keeps is not None and takes(keeps):
+            return [keeps]
         return self.candidates.decode(request, takes)
+
+    def keeps_room(self, request: Request) -> DecodeWorker | None:
+        """The decode worker that keeps the blocks of the request's last attempt, and has released that attempt."""
+        retained = request.attempt_progress.retained
+        decode = self.decode.get(retained.decode_incarnation) if retained is not None else None
+        return decode if decode is not None and (request.id, RETAINED) in decode.allocations else None
+
+    def returning(self) -> list[Request]:
+        """Requests that lost their prefill worker and kept their room in decode. They have had their turn."""
+        waiting = (request for request in self.retained.values() if request.waits and request.entry is not None)
+        return [request for request in waiting if self.keeps_room(request) is not None]
+
+    def large_request(self, now: float) -> list[Request]:
+        """The request that was bypassed too often, once the decode worker that is kept for it has room. Its tenant pays for the
+        time in which that worker took no other request."""
+        large, decode = self.room_for_large, self.decode.get(self.room_for_large.decode)
+        request = large.request
+        if request is None:
+            return []
+        if decode is None or decode.draining or not self.could_place(request.submit):
+            large.end(now)  # no tenant pays for this
+            self.wakeups.look_anew()
+            return []
+        if not self.decode_fits(decode, request):
+            return []
+        if not large.prefill and not any(worker.fits(request.submit) for worker in self.prefill.values()):
+            large.keep_prefill(w for w in self.prefill.values() if self.may_pair(w, decode, now))
+        return [request]
+
+    def starts_at_once(self, worker: Worker) -> bool:
+        """Whether something placed on a prefill worker is in its next step, which it can be given now."""
+        if worker.incarnation not in self.wakeups.idle or worker.undispatched:
+            return False
+        return self.wakeups.may_place_on(worker) and not self.breakers.concern(worker.incarnation)
 
     def end_trial(self, request: Request) -> None:
         """End a suspect's trial in decode, or its wait for one."""
@@ -258,10 +302,13 @@ class Pool:
             self.wakeups.may_go_out_of_turn()
 
     def decode_fits(
-        self, decode: Worker, request: Request, short: Collection[int] = (), without: Collection[Key] = ()
+        self, decode: DecodeWorker, request: Request, short: Collection[int] = (), without: Collection[Key] = ()
     ) -> bool:
         """Whether a decode worker has room for a request now, or when the streams in `without` are gone, and no target is
         missed there for it. `short`: the result of `short_targets`."""
+        kept = request.id, RETAINED
+        if kept in decode.allocations:
+            return decode.fits(request.submit, request.expected_left, (kept,))
         leaves = self.headroom.share if self.shares.holds_more(request.path) else 0.0
         if not decode.fits(request.submit, request.expected_left, without, leaves=leaves):
             return False
@@ -294,9 +341,29 @@ class Pool:
         """Whether a class of targets has decode workers of its own, and targets are what requests wait for, or did lately."""
         return now - self._targets_short_at <= APART_S and self.targets.has_own(tpot_ms)
 
-    def is_measured_long_ago(self, decode: Worker) -> bool:
-        """Whether a decode worker's speed is to be measured anew with one stream."""
-        return self.finished - decode.measured_at >= MEASURE_AFTER
+    def token_s(self, decode: DecodeWorker) -> float:
+        """How long a decode worker's streams wait for each token; 0: not known, or to be measured anew with one stream."""
+        is_known = decode.allocations or self.finished - decode.measured_at < MEASURE_AFTER
+        return decode.token_ms / 1000 if is_known else 0.0
+
+    # --- what is cached ---------------------------------------------------------------------------------------------------
+
+    def cached_tokens(self, submit: Submit, worker: Worker) -> int:
+        """Returns how many prompt tokens a worker is believed to have cached, counting only those that save work."""
+        if not submit.block_hashes:
+            return 0
+        size = worker.capacity.block_size
+        return usable_tokens(known_blocks(self.locality, worker.incarnation, submit, size), submit, size)
+
+    def uncached_tokens(self, submit: Submit) -> int:
+        """Returns how many prompt tokens the best prefill worker is believed to have to compute."""
+        holders = self.candidates.prefill_holders(submit) if submit.block_hashes else ()
+        return submit.prompt_tokens - max((self.cached_tokens(submit, worker) for worker in holders), default=0)
+
+    def missing_blocks(self, submit: Submit, decode: DecodeWorker) -> int:
+        """Returns how many of a prompt's blocks a decode worker is believed not to have."""
+        size = decode.capacity.block_size
+        return -(-submit.prompt_tokens // size) - known_blocks(self.locality, decode.incarnation, submit, size)
 
     # --- trouble --------------------------------------------------------------------------------------------------------
 
@@ -317,7 +384,7 @@ class Pool:
 
     def hash_block_size(self) -> int:
         """Tokens that one hash of a prompt covers: the smallest block size, of which all others are multiples."""
-        return min(worker.capacity.block_size for worker in (*self.prefill.values(), *self.decode.values()))
+        return min(worker.capacity.block_size for worker in self.workers.values())
 
     def servable(self) -> bool:
         """Whether workers of both roles take new work."""
@@ -325,18 +392,18 @@ class Pool:
 
     def lacks(self) -> str:
         """The reason why it takes no new work; empty where there is none."""
-        for role, side in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
+        for role, side in self._sides():
             if not side:
                 return f"no {role} worker is up"
-            if all(worker.draining for worker in side.values()):
+            if all(worker.draining for worker in side):
                 return f"every {role} worker is draining"
         return ""
 
     def awaits_restart(self, now: float, within_s: float) -> bool:
         """Whether each role has workers that take new work, or lost its last one at most `within_s` ago. The supervisor
         of that process is about to start it again."""
-        for role, side in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
-            if any(not worker.draining for worker in side.values()):
+        for role, side in self._sides():
+            if any(not worker.draining for worker in side):
                 continue
             if side or role not in self._lost or now >= self._lost[role][1] + within_s:
                 return False
@@ -344,33 +411,20 @@ class Pool:
 
     def measure(self, worker: Worker, tokens: int, step_ms: float) -> None:
         """A prefill step of so many tokens has been computed."""
-        if worker.is_decode:
-            worker.measure_suffix(tokens, step_ms)
-            self.changed(worker)
-            return
         before = worker.tokens_per_s
         worker.measure(tokens, step_ms)
         self.changed(worker)
-        self._measured += not before
-        self._tokens_per_s += worker.tokens_per_s - before
+        if not worker.is_decode:
+            self._measured += not before
+            self._tokens_per_s += worker.tokens_per_s - before
 
     def rate(self, prefill: Worker) -> float:
         """Returns prompt tokens per second. An unmeasured worker counts as the mean prefill worker, and an unmeasured decode
         worker with streams as `BESIDE_STREAMS` of it."""
         if prefill.tokens_per_s:
             return prefill.tokens_per_s
-        if prefill.is_decode and prefill.allocations:
-            return self._mean_rate() * BESIDE_STREAMS
-        return self._mean_rate()
-
-    def _mean_rate(self) -> float:
-        """The mean of the prefill workers that are measured."""
-        if not self._mean_tokens_per_s:
-            rates = [worker.tokens_per_s for worker in self.prefill.values() if worker.tokens_per_s]
-            if not rates:
-                return TOKENS_PER_S
-            self._mean_tokens_per_s = sum(rates) / len(rates)
-        return self._mean_tokens_per_s
+        mean = self._tokens_per_s / self._measured if self._measured else TOKENS_PER_S
+        return mean * BESIDE_STREAMS if prefill.is_decode and prefill.allocations else mean
 
     def tokens_per_s(self) -> float:
         """Prefill rate of all workers together; 0 until something was measured. Those that were not measured count as the
@@ -392,33 +446,30 @@ class Pool:
 
     def capacities(self) -> tuple[frozenset[Capacity], ...]:
         """Returns the capacities of prefill and decode workers that take work. They alone decide what can run at all."""
-        sides = (self.prefill, self.decode)
-        return tuple(frozenset(w.capacity for w in side.values() if not w.draining) for side in sides)
+        return tuple(frozenset(w.capacity for w in side if not w.draining) for _, side in self._sides())
 
     def could_place(self, submit: Submit) -> bool:
         """Whether it could run on workers that take work, if nothing else was there."""
-        sides = (self.prefill, self.decode)
-        return all(any(not w.draining and w.could_ever_take(submit) for w in side.values()) for side in sides)
+        return all(any(not w.draining and w.could_ever_take(submit) for w in side) for _, side in self._sides())
 
     def could_ever_fit(self, submit: Submit) -> bool:
         """Whether it fits workers that are up. If a role has none, its last lost worker stands for the worker that will be
         started again."""
-        for role, side in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode)):
-            workers = side.values() or (self._lost[role][0],)
+        for role, side in self._sides():
+            workers = side or (self._lost[role][0],)
             if not any(worker.could_ever_take(submit) for worker in workers):
                 return False
         return True
 
+    def _sides(self) -> tuple[tuple[Role, Collection[Worker]], ...]:
+        return (Role.PREFILL, self.prefill.values()), (Role.DECODE, self.decode.values())
+
     def _measure(self) -> None:
-        both = (*self.prefill.values(), *self.decode.values())
+        both = self.workers.values()
         self.context_tokens = min((worker.capacity.context_tokens for worker in both), default=self.context_tokens)
         self.candidates.block_sizes = sorted({worker.capacity.block_size for worker in both})
-        self._mean_tokens_per_s = 0.0
         rates = [worker.tokens_per_s for worker in self.prefill.values() if worker.tokens_per_s]
         self._tokens_per_s, self._measured = sum(rates), len(rates)
-
-    def _side(self, worker: Worker) -> dict[int, Worker]:
-        return self.prefill if worker.hello.role is Role.PREFILL else self.decode
 
 
 def _process(worker: Worker) -> tuple[str, int, str]:

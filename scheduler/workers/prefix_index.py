@@ -8,7 +8,7 @@ from block hash to workers. Removing a worker's blocks from it at once would tak
 every `learn` removes some of the outdated entries.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from proto.limits import HASH_BYTES
 from proto.messages import Submit
@@ -89,21 +89,10 @@ class Locality:
         Each further block has fewer holders. The search finds the last block that any worker has, in O(log n), and then goes
         back by halves, so that workers with much of the prompt come before those with its first block only.
         """
-        index = self._indexes.get(side)
-        step = every * HASH_BYTES
-        count = len(hashes) // step if step else 0
-        if not index or not count or hashes[step - HASH_BYTES : step] not in index[hashes[step - HASH_BYTES]]:
+        index, step = self._indexes.get(side), every * HASH_BYTES
+        if not index:
             return []
-        low, high = 1, 2
-        while high <= count and (block := hashes[high * step - HASH_BYTES : high * step]) in index[block[0]]:
-            low, high = high, 2 * high
-        high = min(high, count + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if (block := hashes[middle * step - HASH_BYTES : middle * step]) in index[block[0]]:
-                low = middle
-            else:
-                high = middle
+        low = _last_known(hashes, step, lambda block: block in index[block[0]])
         found: dict[int, None] = {}
         while low:
             block = hashes[low * step - HASH_BYTES : low * step]
@@ -148,21 +137,25 @@ class Locality:
         Where reports were lost this may be wrong, in either direction.
         """
         known = self._known.get(incarnation)
-        step = every * HASH_BYTES
-        count = len(hashes) // step
-        if not known or not count or hashes[step - HASH_BYTES : step] not in known:
-            return 0
-        low, high = 1, 2  # the first `low` are there
-        while high <= count and hashes[high * step - HASH_BYTES : high * step] in known:
-            low, high = high, 2 * high
-        high = min(high, count + 1)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if hashes[middle * step - HASH_BYTES : middle * step] in known:
-                low = middle
-            else:
-                high = middle
-        return low
+        return _last_known(hashes, every * HASH_BYTES, known.__contains__) if known else 0
+
+
+def _last_known(hashes: bytes, step: int, is_known: Callable[[bytes], bool]) -> int:
+    """How many of the first blocks are known, if each known one follows known ones. Every `step` bytes end a block's hash."""
+    count = len(hashes) // step
+    if not count or not is_known(hashes[step - HASH_BYTES : step]):
+        return 0
+    low, high = 1, 2  # the first `low` are known
+    while high <= count and is_known(hashes[high * step - HASH_BYTES : high * step]):
+        low, high = high, 2 * high
+    high = min(high, count + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if is_known(hashes[middle * step - HASH_BYTES : middle * step]):
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def _unlink(index: Index, block: bytes, incarnation: int) -> None:

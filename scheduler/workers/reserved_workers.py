@@ -9,14 +9,14 @@ room, less what it pays for its tokens. The tenant pays when the request release
 be all that can run until then.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from scheduler.request import Request
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker, PrefillWorker
 
 
 class RoomForLargeRequest:
-    def __init__(self, decode: Mapping[int, Worker]) -> None:
+    def __init__(self, decode: Mapping[int, DecodeWorker]) -> None:
         self._workers = decode
         self.request: Request | None = None
         self.decode = self.prefill = 0  # incarnations of the workers that are closed to others; 0: none
@@ -34,6 +34,12 @@ class RoomForLargeRequest:
         share = worker.capacity.kv_blocks / sum(w.capacity.kv_blocks for w in self._workers.values())
         self.request, self.decode = request, worker.incarnation
         self._since, self._cost_per_s = now, share * served_per_s
+
+    def keep_prefill(self, workers: Iterable[PrefillWorker]) -> None:
+        """Keep the prefill worker with the most room, too, since none has room for the prompt."""
+        assert self.request is not None
+        able = [w for w in workers if not w.draining and w.could_ever_take(self.request.submit)]
+        self.prefill = max(able, key=lambda w: (w.free_blocks, w.free_seqs, w.incarnation)).incarnation if able else 0
 
     def end(self, now: float) -> float:
         """Returns the cost of what might have been placed meanwhile."""

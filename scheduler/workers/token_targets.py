@@ -25,7 +25,7 @@ from scheduler.fairness.target_demand import TargetLoad, who_gives
 from scheduler.request import Request
 from scheduler.waiting.queue_keys import target_class
 from scheduler.workers.ordered import Ordered
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker
 
 MARGIN = 0.95  # part of a target that steps may take; the rest is for a stream's wait for its first step, and for error
 UNMEASURED_MAX = 8  # sequences under a target on a worker that has not reported yet
@@ -37,7 +37,7 @@ SHARED = -1  # stands for the class of a worker that no class has to itself
 class TokenTargets:
     """The targets for the time per token of one pool's streams."""
 
-    def __init__(self, decode: Mapping[int, Worker]) -> None:
+    def __init__(self, decode: Mapping[int, DecodeWorker]) -> None:
         self._decode = decode
         self.used = False
         self._strictest: dict[int, float] = {}  # the strictest target of each class; 0: none
@@ -58,7 +58,7 @@ class TokenTargets:
             for worker in self._decode.values():
                 self.changed(worker)
 
-    def changed(self, worker: Worker) -> None:
+    def changed(self, worker: DecodeWorker) -> None:
         """Assign a decode worker to a class, and list it anew, after its sequences, or whether it takes work, have changed."""
         if not self.used:
             return
@@ -76,11 +76,11 @@ class TokenTargets:
             return
         self._list(worker, target)
 
-    def leave(self, worker: Worker) -> None:
+    def leave(self, worker: DecodeWorker) -> None:
         self._forget(worker.incarnation)
         self._alone.drop(worker.incarnation)
 
-    def _assign(self, worker: Worker, target: int) -> None:
+    def _assign(self, worker: DecodeWorker, target: int) -> None:
         self._forget(worker.incarnation)
         self._class_of[worker.incarnation] = target
         self._workers[target] += 1
@@ -95,7 +95,7 @@ class TokenTargets:
         if self._awaited.get(target) == incarnation:
             del self._awaited[target]
 
-    def _list(self, worker: Worker, target: int) -> None:
+    def _list(self, worker: DecodeWorker, target: int) -> None:
         listed, taken = self._listed.setdefault(target, Ordered()), worker.capacity.max_seqs - worker.free_seqs
         if worker.draining or worker.free_seqs <= 0:
             listed.drop(worker.incarnation)
@@ -110,12 +110,12 @@ class TokenTargets:
         """Whether workers are assigned to the class of a target, and others to other classes."""
         return 0 < self._workers[target_class(tpot_ms)] < self._workers.total() - self._workers[SHARED]
 
-    def is_guest(self, worker: Worker, request: Request) -> bool:
+    def is_guest(self, worker: DecodeWorker, request: Request) -> bool:
         """Whether the worker is assigned to another class than the request's, or shared."""
         target = self._class_of.get(worker.incarnation)
         return target is not None and target != target_class(request.tpot_ms)
 
-    def free_seqs(self, worker: Worker, request: Request, short: Collection[int]) -> int:
+    def free_seqs(self, worker: DecodeWorker, request: Request, short: Collection[int]) -> int:
         """Returns how many sequences a decode worker can take for a request without missing a target; less than 0: so many
         would have to leave first. `short`: classes that wait without room."""
         free, target = worker.free_seqs, self._class_of.get(worker.incarnation)
@@ -134,7 +134,7 @@ class TokenTargets:
             cap = 0 if target in short else int(GUESTS * cap)
         return min(free, cap + free - most)
 
-    def cap(self, worker: Worker, target_ms: float) -> int:
+    def cap(self, worker: DecodeWorker, target_ms: float) -> int:
         """The largest batch of a decode worker that keeps a target."""
         fit, step_ms = worker.step_fit, MARGIN * target_ms
         if not fit.largest:
@@ -150,10 +150,10 @@ class TokenTargets:
 
     # --- by demand ------------------------------------------------------------------------------------------------------
 
-    def reassign(self, short: Collection[int]) -> Worker | None:
+    def reassign(self, short: Collection[int]) -> DecodeWorker | None:
         """Give one decode worker to a class that waits without room, if that is to have more. Returns the worker."""
         workers = [worker for worker in self._decode.values() if not worker.draining and not worker.hello.process]
-        by_class: dict[int, list[Worker]] = {}
+        by_class: dict[int, list[DecodeWorker]] = {}
         for worker in workers:
             if worker.incarnation in self._class_of:
                 by_class.setdefault(self._class_of[worker.incarnation], []).append(worker)
@@ -174,10 +174,10 @@ class TokenTargets:
             return self._give(by_class[min(by_class, key=lambda other: (abs(other - homeless[0]), other))], SHARED)
         return None
 
-    def _give(self, workers: list[Worker], target: int) -> Worker:
+    def _give(self, workers: list[DecodeWorker], target: int) -> DecodeWorker:
         """Assign to a class the worker that has the fewest streams of others."""
 
-        def others(worker: Worker) -> tuple[int, int]:
+        def others(worker: DecodeWorker) -> tuple[int, int]:
             return worker.capacity.max_seqs - worker.free_seqs - _seqs(worker, target), worker.incarnation
 
         worker = min(workers, key=others)
@@ -186,7 +186,7 @@ class TokenTargets:
             self._awaited[target] = worker.incarnation
         return worker
 
-    def _load(self, worker: Worker, target: int) -> float:
+    def _load(self, worker: DecodeWorker, target: int) -> float:
         """The throughput of a worker's streams of its class, as a part of what it is with as many as the target allows; or the
         part of its KV that is taken, if that is more."""
         capacity, fit, ms = worker.capacity, worker.step_fit, self._strictest.get(target, 0.0)
@@ -198,6 +198,6 @@ class TokenTargets:
         return max(part, 1 - worker.free_blocks / capacity.kv_blocks)
 
 
-def _seqs(worker: Worker, target: int) -> int:
+def _seqs(worker: DecodeWorker, target: int) -> int:
     """The worker's sequences of a class."""
     return sum(seqs for ms, seqs in worker.seqs_by_target.items() if target_class(ms) == target)

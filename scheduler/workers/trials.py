@@ -10,14 +10,14 @@ A suspect that has waited for its trial for `WAITS_S_MAX`, in which no worker wa
 from collections.abc import Mapping
 
 from scheduler.request import Request
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker
 
 WAITS_S_MAX = 5.0
 EXAMINED_MAX = 8
 
 
 class Trials:
-    def __init__(self, decode: Mapping[int, Worker]) -> None:
+    def __init__(self, decode: Mapping[int, DecodeWorker]) -> None:
         self._workers = decode
         self.waiting: dict[str, Request] = {}  # suspects that wait for a decode worker, by id, longest first
         self.held: set[str] = set()  # ids of the waiting suspects that wait until others are cleared
@@ -40,7 +40,7 @@ class Trials:
         able = [one for one in reversed(self.waiting.values()) if one.entry is not None and one.id not in self.held]
         return sorted(able, key=lambda one: one.losses)[:EXAMINED_MAX]
 
-    def free(self) -> list[Worker]:
+    def free(self) -> list[DecodeWorker]:
         """Returns the decode workers that run no suspect."""
         busy = set(self.running.values())
         return [worker for worker in self._workers.values() if worker.incarnation not in busy and not worker.draining]
@@ -52,7 +52,7 @@ class Trials:
             del self.waiting[request.id]
         return found
 
-    def begin(self, request: Request, decode: Worker) -> None:
+    def begin(self, request: Request, decode: DecodeWorker) -> None:
         self.waiting.pop(request.id, None)
         self.running[request.id] = decode.incarnation
 

@@ -57,7 +57,7 @@ class Wakeups:
         self._found_nothing.clear()
 
     def may_go_out_of_turn(self) -> None:
-        """There may be room for a request that does not wait for its turn: see `placement.out_of_turn`."""
+        """There may be room for a request that does not wait for its turn: see `placement.schedule`."""
         self.for_all = True
 
     def steps_changed(self, worker: Worker) -> None:
@@ -176,10 +176,6 @@ class Wakeups:
             self.stuck.setdefault(prefill.incarnation, {})
             return False
         return not prefill.draining and prefill.incarnation != self._room_for_large.prefill
-
-    def starts_at_once(self, prefill: Worker) -> bool:
-        """Whether something placed on it is in its next step, which it can be given now."""
-        return prefill.incarnation in self.idle and not prefill.undispatched and self.may_place_on(prefill)
 
     def open_keys(self, prefill: Worker, queue: WaitQueue) -> list[int]:
         """The queue keys from which this prefill worker may take something now, its own first."""

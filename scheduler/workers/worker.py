@@ -1,13 +1,16 @@
-"""One worker as the scheduler knows it, and what is reserved on it."""
+"""The workers as the scheduler knows them, and what is reserved on them: `PrefillWorker` and `DecodeWorker`.
+
+Both may be given chunks of prompts: a decode worker computes a prompt whose beginning it has.
+"""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from math import ceil, inf
+from typing import Any, ClassVar
 
 import msgspec
 
 from proto.messages import Chunk, Hello, Role, Step, Submit
-from proto.parts import STEP_TOKENS, Capacity, Held
+from proto.parts import STEP_TOKENS, Held
 from proto.status import KvHeld, KvPair
 from scheduler.fairness.cost import START_LONG_TOKENS
 from scheduler.fairness.fair_node import Path
@@ -18,6 +21,10 @@ from scheduler.kv_admission.shared_blocks import chains
 from scheduler.request import Request
 from scheduler.step_fit import StepFit
 from scheduler.step_pace import StepLimits, StepPace
+from scheduler.workers.circuit_breakers import NOBODY, Pair
+
+ROUND_TRIP_S = 0.002  # the time of a fetch beside that for its tokens
+FETCH_PAUSE_S = 60.0
 
 WORKERS = (Role.PREFILL, Role.DECODE)
 Where = dict[tuple[str, int], list[int]]  # the workers that hold something for each attempt
@@ -36,82 +43,52 @@ class Allocation(msgspec.Struct, frozen=True, gc=False):
     tpot_ms: float = 0.0  # its target for the time per token in decode; 0: none, or not known
 
 
-@dataclass(eq=False)
-class Worker:
-    incarnation: int
-    hello: Hello
-    capacity: Capacity
-    free_seqs: int
-    admission: KvAdmission | None = None
-    """Decode only. Allocations on a prefill worker do not grow: `kv_blocks_taken` is enough."""
-    seqs_by_target: dict[float, int] = field(default_factory=dict)
-    """Decode only: sequences held, by `Allocation.tpot_ms`."""
-    charged_at: float = 0.0  # decode only: when answers beyond their estimates were last charged
-    step_fit: StepFit = field(default_factory=StepFit)
-    """Decode only: how long its steps take without prompts between them, learnt while targets are in use or if it is mixed."""
-    token_ms: float = 0.0  # decode only: how long its streams waited for each token lately; 0: not measured yet
-    token_seqs: float = 0.0  # decode only: how many sequences it had then
-    measured_at: int = 0  # decode only: how many requests of its pool had finished then
-    prompts_ms: float = 0.0
-    """The time of all prefill steps; of a mixed worker's decode half, those of the other half when it last reported."""
-    kv_blocks_taken: int = 0
-    allocations: dict[tuple[str, int], Allocation] = field(default_factory=dict)
-    placed: dict[str, Request] = field(default_factory=dict)
-    """Prefill only: prompts with tokens not yet dispatched, oldest first."""
-    begun: Request | None = None
-    """Prefill only: the prompt that had the last chunk of the last step, if it may be finished in the next one."""
-    bound: dict[str, Request] = field(default_factory=dict)
-    """Prefill only: requests not placed yet that wait for this worker, as it has more of them cached; oldest first."""
-    undispatched: dict[str, int] = field(default_factory=dict)
-    """Prompt tokens still to be sent to this worker, by request placed on it or bound to it."""
-    undispatched_tokens: int = 0  # the sum
-    where: Where = field(default_factory=dict)
-    """The workers on which each attempt holds something, shared by all workers."""
-    shares: HeldShares | None = None  # decode only: the shares of its pool, while it is in the pool
-    on_change: Callable[["Worker"], None] = lambda worker: None  # told when its allocations or steps have changed
-    steps: dict[int, tuple[Step, list[Request]]] = field(default_factory=dict)
-    """Steps in flight, by id, with the request of each chunk."""
-    tokens_in_flight: int = 0
-    fetch_token_s: float = 0.0
-    """Prefill only: what it takes to fetch a token's KV, beside the round trip; 0: not measured yet."""
-    fetch_paused_until: dict[int, float] = field(default_factory=dict)
-    """Prefill only: decode workers from which it fetches nothing for a while, as that has failed."""
-    kv_pairs: tuple[KvPair, ...] = ()  # prefill only, as it last reported
-    kv_held: KvHeld = KvHeld(0, 0, 0)  # noqa: RUF009 (it is frozen)
-    """As it last reported, for people alone."""
-    next_step_id: int = 0
-    tokens_forwarded: int = 0
-    steps_done: int = 0  # steps done in its present role, as last heard
-    tokens_per_s: float = 0.0  # measured prefill rate, smoothed; 0 until the first step is done
-    pace: StepPace = field(default_factory=lambda: StepPace(StepLimits(STEP_TOKENS)))  # prefill only
-    has_run_full: bool = False
-    """It has computed a step that was at least half full, so deadlines can be judged by its rate."""
-    failure_rate: float = 0.0
-    """How much of what it was given lately had failed, 0 to 1, when `trouble_at` requests of the pool had finished."""
-    trouble_at: int = 0
-    """Requests of the pool that had finished when `failure_rate` was counted; `Pool.failure_rate` lets it fall from there."""
-    loss_counted: bool = False
-    """It or the other half of its process was lost, and the requests that ran there are already suspected."""
-    draining: bool = False  # nothing new is placed here
-    leaving: bool = False  # it has announced that it is about to end
-    hand_over_at: float = inf  # when its running requests are handed over, while it is draining
-    dismissed: bool = False  # it was told that nothing will come any more
+class WorkerBase:
+    """What workers of both roles have: attempts that hold something, and chunks of prompts to compute."""
 
-    @staticmethod
-    def from_hello(hello: Hello) -> "Worker":
+    is_decode: ClassVar[bool]
+
+    def __init__(self, hello: Hello) -> None:
         assert hello.capacity is not None
-        capacity = hello.capacity
-        admission = KvAdmission(capacity.kv_blocks, capacity.block_size) if hello.role is Role.DECODE else None
-        return Worker(hello.incarnation, hello, capacity, capacity.max_seqs, admission)
+        self.incarnation, self.hello, self.capacity = hello.incarnation, hello, hello.capacity
+        self.free_seqs = hello.capacity.max_seqs
+        self.allocations: dict[Key, Allocation] = {}
+        self.where: Where = {}  # the workers on which each attempt holds something, shared by all workers
+        self.on_change: Callable[[Any], None] = lambda worker: None  # told of changed allocations and steps
+        self.placed: dict[str, Request] = {}  # prompts with tokens not yet dispatched, oldest first
+        self.bound: dict[str, Request] = {}  # requests not placed yet that wait for this worker, oldest first
+        self.undispatched: dict[str, int] = {}  # prompt tokens still to be sent, by request placed or bound here
+        self.undispatched_tokens = 0  # the sum
+        self.begun: Request | None = None
+        """The prompt that had the last chunk of the last step, if it may be finished in the next one."""
+        self.steps: dict[int, tuple[Step, list[Request]]] = {}  # steps in flight, by id, with each chunk's request
+        self.next_step_id = self.tokens_in_flight = 0
+        self.tokens_per_s = 0.0  # measured rate of prompts, smoothed; 0 until the first step is done
+        self.pace = StepPace(StepLimits(STEP_TOKENS))
+        self.tokens_forwarded = 0
+        self.steps_done = 0  # steps done in its present role, as last heard
+        self.kv_pairs: tuple[KvPair, ...] = ()
+        self.kv_held = KvHeld(0, 0, 0)  # both as it last reported, for people alone
+        self.failure_rate = 0.0
+        """How much of what it was given lately had failed, 0 to 1, when `trouble_at` requests of the pool had finished."""
+        self.trouble_at = 0
+        """Requests of the pool that had finished when `failure_rate` was counted; `Pool.failure_rate` lets it fall."""
+        self.loss_counted = False
+        """It or the other half of its process was lost, and the requests that ran there are already suspected."""
+        self.draining = False  # nothing new is placed here
+        self.leaving = False  # it has announced that it is about to end
+        self.hand_over_at = inf  # when its running requests are handed over, while it is draining
+        self.dismissed = False  # it was told that nothing will come any more
 
-    def is_same_process(self, other: "Worker") -> bool:
+    @property
+    def alone(self) -> Pair:
+        """The worker by itself, for the circuit breakers."""
+        return (NOBODY, self.incarnation) if self.is_decode else (self.incarnation, NOBODY)
+
+    def is_same_process(self, other: "WorkerBase") -> bool:
         """Whether the two are the halves of one mixed worker."""
         own, there = self.hello, other.hello
         return own.name != there.name and own.pid > 0 and (own.host, own.pid) == (there.host, there.pid)
-
-    @property
-    def is_decode(self) -> bool:
-        return self.admission is not None
 
     @property
     def process_name(self) -> str:
@@ -119,115 +96,30 @@ class Worker:
         return self.hello.process or self.hello.name
 
     @property
-    def free_blocks(self) -> int:
-        """Blocks that nothing held here will ever need."""
-        taken = self.kv_blocks_taken if self.admission is None else self.admission.taken
-        return max(self.capacity.kv_blocks - taken, 0)  # more may have been adopted than is sure to fit
-
-    @property
-    def fullness(self) -> float:
-        """How full a decode worker's blocks or its sequences are, whichever is more: 0 to 1."""
-        return 1 - min(self.free_blocks / self.capacity.kv_blocks, self.free_seqs / self.capacity.max_seqs)
-
-    @property
     def kv_tokens(self) -> int:
         return self.capacity.kv_blocks * self.capacity.block_size
 
-    def fits(
-        self, submit: Submit, expected_left: int = NEVER, without: Collection[Key] = (), *, leaves: float = 0.0
-    ) -> bool:
-        """Whether there is room for it now; on a decode worker, or when these attempts are gone. `leaves`: the part of a decode
-        worker that it leaves to others."""
-        if self.admission is None:
-            return self.free_seqs > 0 and self.whole_blocks(submit) <= self.free_blocks
-        free_seqs = self.free_seqs + sum(self.allocations[key].seqs for key in without)
-        free_seqs -= int(leaves * self.capacity.max_seqs) if self.allocations else 0
-        demand = KvDemand.of(submit, expected_left)
-        return submit.choices <= free_seqs and self.admission.fits(demand, without, leaves=leaves)
+    # --- what attempts hold ---------------------------------------------------------------------------------------------
 
-    def could_ever_take(self, submit: Submit) -> bool:
-        """Whether it has room if nothing else is there."""
-        seqs = 1 if self.admission is None else submit.choices
-        return self.whole_blocks(submit) <= self.capacity.kv_blocks and seqs <= self.capacity.max_seqs
-
-    def hold(self, key: tuple[str, int], allocation: Allocation) -> None:
+    def hold(self, key: Key, allocation: Allocation) -> None:
         """The caller has asked `fits`."""
-        assert allocation.seqs <= self.free_seqs
-        self._count(key, allocation)
-
-    def adopt(self, held: Held, kv_overcommit: float) -> bool:
-        """Count what the worker held before it registered; returns False if that is impossible. If only the reservations of
-        decode streams are known, they may add up to more than the pool, because the streams end at different times."""
-        key, life = (held.request_id, held.attempt), None
-        if self.admission is not None and held.prompt_tokens:
-            life = KvDemand(held.prompt_tokens, held.left_tokens, held.seqs, expected_again(held, kv_overcommit))
-            if life._replace(expected=NEVER).whole(self.capacity.block_size) > held.kv_blocks:
-                life = None  # these do not fit together: the reservation counts
-        allocation = Allocation(held.kv_blocks, held.seqs, (), life, held.resumed_tokens, adopted=True)
-        blocks = self.capacity.kv_blocks if self.admission is not None else self.free_blocks
-        if key in self.allocations or allocation.seqs > self.free_seqs or allocation.kv_blocks > blocks:
-            return False
-        if self.admission is not None:
-            self.admission.reached(held.steps)
-        self._count(key, allocation)
-        if self.admission is not None and life is not None:
-            if held.joined_step is not None:
-                self.admission.joined(key, held.joined_step)
-            return self.admission.shares(key, chains(held.prefix))
-        return True
-
-    def _count(self, key: tuple[str, int], allocation: Allocation) -> None:
-        assert key not in self.allocations
+        assert allocation.seqs <= self.free_seqs and key not in self.allocations
         self.allocations[key] = allocation
         self.where.setdefault(key, []).append(self.incarnation)
         self.free_seqs -= allocation.seqs
-        self._count_target(allocation.tpot_ms, allocation.seqs)
-        if self.shares is not None and allocation.path:
-            assert allocation.demand is not None
-            self.shares.add(allocation.path, self.incarnation, key, self.stream(allocation.seqs, allocation.demand))
-        if self.admission is None:
-            self.kv_blocks_taken += allocation.kv_blocks
-        elif allocation.demand is None:
-            self.admission.adopt(key, allocation.kv_blocks)
-        else:
-            self.admission.place(key, allocation.demand)
         self.on_change(self)
 
-    def release(self, key: tuple[str, int]) -> Allocation | None:
+    def release(self, key: Key) -> Allocation | None:
         """Count an allocation as free again; None if there is none, as when a message is repeated."""
         allocation = self.allocations.pop(key, None)
         if allocation is None:
             return None
         self._forget_allocation(key)
         self.free_seqs += allocation.seqs
-        self._count_target(allocation.tpot_ms, -allocation.seqs)
-        if self.shares is not None and allocation.path:
-            self.shares.remove(allocation.path, self.incarnation, key)
-        if self.admission is None:
-            self.kv_blocks_taken -= allocation.kv_blocks
-        else:
-            self.admission.release(key)
-            if not self.allocations:
-                self.admission.short = False  # nothing runs there any more that would say so
         self.on_change(self)
         return allocation
 
-    def stream(self, seqs: int, demand: KvDemand) -> HeldStream:
-        """Returns the larger part of this worker that an attempt takes, in millionths: of its sequences, or of its blocks on
-        average over its life."""
-        size, capacity = self.capacity.block_size, self.capacity
-        blocks = (demand.grown(0, size) + demand.whole(size)) // 2
-        held = max(1_000_000 * seqs // capacity.max_seqs, 1_000_000 * blocks // capacity.kv_blocks, 1)
-        return HeldStream(held, seqs if demand.expected < demand.left else 0)
-
-    def _count_target(self, tpot_ms: float, seqs: int) -> None:
-        held = self.seqs_by_target.get(tpot_ms, 0) + seqs
-        if held:
-            self.seqs_by_target[tpot_ms] = held
-        else:
-            self.seqs_by_target.pop(tpot_ms, None)
-
-    def _forget_allocation(self, key: tuple[str, int]) -> None:
+    def _forget_allocation(self, key: Key) -> None:
         incarnations = self.where[key]
         incarnations.remove(self.incarnation)
         if not incarnations:
@@ -238,16 +130,13 @@ class Worker:
         for key in self.allocations:
             self._forget_allocation(key)
 
-    def forwarded(self, key: tuple[str, int]) -> int:
-        """Tokens that an attempt has emitted for certain in decode, first ones aside, by the worker's steps."""
-        return self.admission.forwarded(key) if self.admission is not None and key in self.admission else 0
+    # --- prompts --------------------------------------------------------------------------------------------------------
 
     def begin_step(self, chunks: list[Chunk], requests: list[Request]) -> Step:
         step = Step(self.next_step_id, tuple(chunks))
         self.next_step_id += 1
         self.steps[step.step_id] = step, requests
-        for chunk in chunks:
-            self.tokens_in_flight += chunk.length
+        self.tokens_in_flight += sum(chunk.length for chunk in chunks)
         self.on_change(self)
         return step
 
@@ -257,33 +146,9 @@ class Worker:
         if found is None:
             return (), []
         step, requests = found
-        for chunk in step.chunks:
-            self.tokens_in_flight -= chunk.length
+        self.tokens_in_flight -= sum(chunk.length for chunk in step.chunks)
         self.on_change(self)
         return step.chunks, requests
-
-    def measure(self, tokens: int, step_ms: float) -> None:
-        """A prefill step is computed. The first rate is taken as it is. A short step may raise a rate that full steps gave, but
-        not lower it."""
-        rate, full = tokens * 1000 / step_ms, self.pace.is_full(tokens)
-        self.prompts_ms += step_ms
-        self.pace.measure(tokens, step_ms)
-        if not self.tokens_per_s or (full and not self.has_run_full):
-            self.tokens_per_s = rate
-        elif full or rate > self.tokens_per_s or not self.has_run_full:
-            self.tokens_per_s += 0.2 * (rate - self.tokens_per_s)
-        self.has_run_full |= full
-
-    def measure_decode(self, sequences: float, step_ms: float) -> None:
-        """The mean of some decode steps, with the time between them."""
-        gain = 0.2 if self.token_ms else 1.0
-        self.token_ms += (step_ms - self.token_ms) * gain
-        self.token_seqs += (sequences - self.token_seqs) * gain
-
-    def measure_suffix(self, tokens: int, step_ms: float) -> None:
-        """A decode worker has computed so much of a prompt, beside what runs there."""
-        rate = tokens * 1000 / step_ms
-        self.tokens_per_s += (rate - self.tokens_per_s) * (0.3 if self.tokens_per_s else 1.0)
 
     @property
     def tokens_before(self) -> int:
@@ -304,38 +169,224 @@ class Worker:
         self.undispatched_tokens -= self.undispatched.pop(request.id, 0)
         self.on_change(self)
 
-    def whole_blocks(self, submit: Submit) -> int:
-        """The most blocks it comes to hold here."""
-        size = self.capacity.block_size
-        return -(-submit.prompt_tokens // size) if self.admission is None else KvDemand.of(submit).whole(size)
-
-    def prefill_allocation(self, submit: Submit, path: Path = ()) -> Allocation:
-        return Allocation(self.whole_blocks(submit), 1, path, None, submit.resumed_tokens)
-
-    def decode_allocation(
-        self, submit: Submit, path: Path = (), expected_left: int = NEVER, tpot_ms: float = 0.0
-    ) -> Allocation:
-        life = KvDemand.of(submit, expected_left)
-        longest = life if expected_left == NEVER else KvDemand.of(submit)
-        blocks = longest.whole(self.capacity.block_size)
-        return Allocation(blocks, submit.choices, path, life, submit.resumed_tokens, tpot_ms=tpot_ms)
-
     def check_invariants(self) -> None:
         assert self.free_seqs + sum(h.seqs for h in self.allocations.values()) == self.capacity.max_seqs
         assert self.free_seqs >= 0
-        assert self.free_seqs + sum(self.seqs_by_target.values()) == self.capacity.max_seqs
         assert all(self.incarnation in self.where[key] for key in self.allocations)
         assert self.undispatched_tokens == sum(self.undispatched.values())
         assert self.undispatched.keys() == self.placed.keys() | self.bound.keys()
-        if self.admission is None:
-            assert (
-                self.kv_blocks_taken == sum(h.kv_blocks for h in self.allocations.values()) <= self.capacity.kv_blocks
-            )
+
+
+class PrefillWorker(WorkerBase):
+    is_decode = False
+
+    def __init__(self, hello: Hello) -> None:
+        super().__init__(hello)
+        self.kv_blocks_taken = 0  # allocations do not grow here
+        self.has_run_full = False
+        """It has computed a step that was at least half full, so deadlines can be judged by its rate."""
+        self.prompts_ms = 0.0  # the time of all its steps
+        self.fetch_token_s = 0.0  # what it takes to fetch a token's KV, beside the round trip; 0: not measured yet
+        self.fetch_paused_until: dict[int, float] = {}
+        """Decode workers from which it fetches nothing for a while, as that has failed."""
+
+    @property
+    def free_blocks(self) -> int:
+        return self.capacity.kv_blocks - self.kv_blocks_taken
+
+    def whole_blocks(self, submit: Submit) -> int:
+        """The most blocks that a request comes to hold here."""
+        return -(-submit.prompt_tokens // self.capacity.block_size)
+
+    def could_ever_take(self, submit: Submit) -> bool:
+        """Whether it has room if nothing else is there."""
+        return self.whole_blocks(submit) <= self.capacity.kv_blocks
+
+    def fits(self, submit: Submit) -> bool:
+        return self.free_seqs > 0 and self.whole_blocks(submit) <= self.free_blocks
+
+    def reserve(self, request: Request) -> None:
+        submit = request.submit
+        self.hold(request.key, Allocation(self.whole_blocks(submit), 1, request.path, None, submit.resumed_tokens))
+
+    def adopt(self, held: Held, kv_overcommit: float) -> bool:
+        """Count what the worker held before it registered; returns False if that is impossible."""
+        key, blocks = (held.request_id, held.attempt), held.kv_blocks
+        if key in self.allocations or held.seqs > self.free_seqs or blocks > self.free_blocks:
+            return False
+        self.hold(key, Allocation(blocks, held.seqs, resumed_tokens=held.resumed_tokens, adopted=True))
+        return True
+
+    def hold(self, key: Key, allocation: Allocation) -> None:
+        self.kv_blocks_taken += allocation.kv_blocks
+        super().hold(key, allocation)
+
+    def release(self, key: Key) -> Allocation | None:
+        self.kv_blocks_taken -= self.allocations[key].kv_blocks if key in self.allocations else 0
+        return super().release(key)
+
+    def forwarded(self, key: Key) -> int:
+        return 0
+
+    def measure(self, tokens: int, step_ms: float) -> None:
+        """The first rate is taken as it is. A short step may raise a rate that full steps gave, but not lower it."""
+        rate, full = tokens * 1000 / step_ms, self.pace.is_full(tokens)
+        self.prompts_ms += step_ms
+        self.pace.measure(tokens, step_ms)
+        if not self.tokens_per_s or (full and not self.has_run_full):
+            self.tokens_per_s = rate
+        elif full or rate > self.tokens_per_s or not self.has_run_full:
+            self.tokens_per_s += 0.2 * (rate - self.tokens_per_s)
+        self.has_run_full |= full
+
+    def measure_fetch(self, tokens: int, ms: float) -> None:
+        """Learn from a fetch how long it takes per token."""
+        token_s = max(ms / 1000 - ROUND_TRIP_S, 0.1 * ms / 1000) / tokens
+        self.fetch_token_s += (0.2 if self.fetch_token_s else 1.0) * (token_s - self.fetch_token_s)
+
+    def pause_fetches(self, decode_incarnation: int, now: float) -> None:
+        """Fetch nothing from a decode worker for `FETCH_PAUSE_S`, as that has failed."""
+        paused = {one: until for one, until in self.fetch_paused_until.items() if until > now}
+        self.fetch_paused_until = {**paused, decode_incarnation: now + FETCH_PAUSE_S}
+
+    def check_invariants(self) -> None:
+        super().check_invariants()
+        assert self.kv_blocks_taken == sum(h.kv_blocks for h in self.allocations.values()) <= self.capacity.kv_blocks
+
+
+class DecodeWorker(WorkerBase):
+    is_decode = True
+
+    def __init__(self, hello: Hello) -> None:
+        super().__init__(hello)
+        self.admission = KvAdmission(self.capacity.kv_blocks, self.capacity.block_size)
+        self.shares: HeldShares | None = None  # the shares of its pool, while it is in the pool
+        self.seqs_by_target: dict[float, int] = {}  # sequences held, by `Allocation.tpot_ms`
+        self.charged_at = 0.0  # when answers beyond their estimates were last charged
+        self.step_fit = StepFit()
+        """How long its steps take without prompts between them, learnt while targets are in use or if it is mixed."""
+        self.token_ms = 0.0  # how long its streams waited for each token lately; 0: not measured yet
+        self.token_seqs = 0.0  # how many sequences it had then
+        self.measured_at = 0  # how many requests of its pool had finished then
+        self.prompts_seen_ms = 0.0  # of a mixed worker: `prompts_ms` of its other half when it last reported
+
+    @property
+    def free_blocks(self) -> int:
+        return max(self.capacity.kv_blocks - self.admission.taken, 0)  # more may have been adopted than is sure to fit
+
+    @property
+    def fullness(self) -> float:
+        """How full its blocks or its sequences are, whichever is more: 0 to 1."""
+        return 1 - min(self.free_blocks / self.capacity.kv_blocks, self.free_seqs / self.capacity.max_seqs)
+
+    def could_ever_take(self, submit: Submit) -> bool:
+        """Whether it has room if nothing else is there."""
+        whole = self.whole_blocks(submit)
+        return whole <= self.capacity.kv_blocks and submit.choices <= self.capacity.max_seqs
+
+    def whole_blocks(self, submit: Submit) -> int:
+        """The most blocks that a request comes to hold here."""
+        return KvDemand.of(submit).whole(self.capacity.block_size)
+
+    def fits(
+        self, submit: Submit, expected_left: int = NEVER, without: Collection[Key] = (), *, leaves: float = 0.0
+    ) -> bool:
+        """Whether there is room for a request now, or when these attempts are gone. `leaves`: the part that it leaves to
+        others."""
+        free_seqs = self.free_seqs + sum(self.allocations[key].seqs for key in without)
+        free_seqs -= int(leaves * self.capacity.max_seqs) if self.allocations else 0
+        demand = KvDemand.of(submit, expected_left)
+        return submit.choices <= free_seqs and self.admission.fits(demand, without, leaves=leaves)
+
+    def reserve(self, request: Request) -> None:
+        submit = request.submit
+        demand, blocks = KvDemand.of(submit, request.expected_left), self.whole_blocks(submit)
+        allocation = Allocation(
+            blocks, submit.choices, request.path, demand, submit.resumed_tokens, tpot_ms=request.tpot_ms
+        )
+        self.hold(request.key, allocation)
+
+    def adopt(self, held: Held, kv_overcommit: float) -> bool:
+        """Count what the worker held before it registered; returns False if that is impossible. If only the reservations of
+        streams are known, they may add up to more than the pool, because the streams end at different times."""
+        key, demand = (held.request_id, held.attempt), None
+        if held.prompt_tokens:
+            demand = KvDemand(held.prompt_tokens, held.left_tokens, held.seqs, expected_again(held, kv_overcommit))
+            if demand._replace(expected=NEVER).whole(self.capacity.block_size) > held.kv_blocks:
+                demand = None  # these do not fit together: the reservation counts
+        if key in self.allocations or held.seqs > self.free_seqs or held.kv_blocks > self.capacity.kv_blocks:
+            return False
+        self.admission.reached(held.steps)
+        self.hold(key, Allocation(held.kv_blocks, held.seqs, (), demand, held.resumed_tokens, adopted=True))
+        if demand is None:
+            return True
+        if held.joined_step is not None:
+            self.admission.joined(key, held.joined_step)
+        return self.admission.shares(key, chains(held.prefix))
+
+    def hold(self, key: Key, allocation: Allocation) -> None:
+        self._count_target(allocation.tpot_ms, allocation.seqs)
+        if self.shares is not None and allocation.path:
+            assert allocation.demand is not None
+            self.shares.add(allocation.path, self.incarnation, key, self.stream(allocation.seqs, allocation.demand))
+        if allocation.demand is None:
+            self.admission.adopt(key, allocation.kv_blocks)
         else:
-            self.admission.check_invariants()
-            assert len(self.admission) == len(self.allocations) and all(
-                key in self.admission for key in self.allocations
-            )
+            self.admission.place(key, allocation.demand)
+        super().hold(key, allocation)
+
+    def release(self, key: Key) -> Allocation | None:
+        if (allocation := self.allocations.get(key)) is None:
+            return None
+        self._count_target(allocation.tpot_ms, -allocation.seqs)
+        if self.shares is not None and allocation.path:
+            self.shares.remove(allocation.path, self.incarnation, key)
+        self.admission.release(key)
+        if len(self.allocations) == 1:
+            self.admission.short = False  # nothing runs there any more that would say so
+        return super().release(key)
+
+    def _count_target(self, tpot_ms: float, seqs: int) -> None:
+        held = self.seqs_by_target.get(tpot_ms, 0) + seqs
+        if held:
+            self.seqs_by_target[tpot_ms] = held
+        else:
+            self.seqs_by_target.pop(tpot_ms, None)
+
+    def stream(self, seqs: int, demand: KvDemand) -> HeldStream:
+        """Returns the larger part of this worker that an attempt takes, in millionths: of its sequences, or of its blocks on
+        average over its life."""
+        size, capacity = self.capacity.block_size, self.capacity
+        blocks = (demand.grown(0, size) + demand.whole(size)) // 2
+        held = max(1_000_000 * seqs // capacity.max_seqs, 1_000_000 * blocks // capacity.kv_blocks, 1)
+        return HeldStream(held, seqs if demand.expected < demand.left else 0)
+
+    def forwarded(self, key: Key) -> int:
+        """Tokens that an attempt has emitted for certain, first ones aside, by the worker's steps."""
+        return self.admission.forwarded(key) if key in self.admission else 0
+
+    def measure(self, tokens: int, step_ms: float) -> None:
+        """It has computed so much of a prompt, beside what runs there."""
+        rate = tokens * 1000 / step_ms
+        self.tokens_per_s += (rate - self.tokens_per_s) * (0.3 if self.tokens_per_s else 1.0)
+
+    def measure_decode(self, sequences: float, step_ms: float) -> None:
+        """The mean of some decode steps, with the time between them."""
+        gain = 0.2 if self.token_ms else 1.0
+        self.token_ms += (step_ms - self.token_ms) * gain
+        self.token_seqs += (sequences - self.token_seqs) * gain
+
+    def check_invariants(self) -> None:
+        super().check_invariants()
+        assert self.free_seqs + sum(self.seqs_by_target.values()) == self.capacity.max_seqs
+        assert len(self.admission) == len(self.allocations) and all(key in self.admission for key in self.allocations)
+
+
+Worker = PrefillWorker | DecodeWorker
+
+
+def worker_of(hello: Hello) -> Worker:
+    return DecodeWorker(hello) if hello.role is Role.DECODE else PrefillWorker(hello)
 
 
 def expected_again(held: Held, kv_overcommit: float) -> int:

@@ -15,8 +15,8 @@ from proto.kv import Fetch, FetchRefused
 from proto.limits import MAX_CACHE_CHANGES
 from proto.messages import CacheEvents, Destination, Message, Prefill, Rejected, Submit, TokenItem, Tokens
 from proto.progress import DecodeProgress
-from runtime.worker.ports import TakeChanges
 from scheduler.lifecycle import RequestState
+from worker.ports import TakeChanges
 
 STOP, OTHER = 1, 2  # `STOP` ends an answer before its max_tokens; `OTHER` is any other token
 FAILED_STEP_S = 0.005
@@ -162,7 +162,7 @@ class ClusterEngine:
 
 
 class ClusterRegistration:
-    """A worker's link to the coordinator, which keeps the order; as `runtime.worker.ports.CoordinatorLink`."""
+    """A worker's link to the coordinator, which keeps the order; as `worker.ports.CoordinatorLink`."""
 
     def __init__(self, cluster: ClusterSurroundings, incarnation: int, progress: bool = True) -> None:
         self._cluster, self._incarnation, self._progress = cluster, incarnation, progress
@@ -180,7 +180,7 @@ class ClusterRegistration:
 
 
 class ClusterGateways:
-    """A worker's links to gateways; as `runtime.worker.ports.ClusterGateways`."""
+    """A worker's links to gateways; as `worker.ports.ClusterGateways`."""
 
     def __init__(self, cluster: ClusterSurroundings) -> None:
         self._cluster = cluster

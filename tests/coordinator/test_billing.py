@@ -205,7 +205,7 @@ def known(w: World) -> set[str]:
     found = set(w.core.billing.quotas.accounts)
     for queue in w.core.cluster.queues.values():
         lengths = filter(None, queue.lengths._lengths)  # not those of all
-        paths = [*queue.fair.tenants(), *lengths, *queue.backlog.tenants()]
+        paths = [*queue.fair.tenants(), *lengths, *queue.line.tenants, *queue.served]
         found |= {"/".join(filter(None, path[1:])) for path in paths}
         rings = [
             ring

@@ -17,7 +17,7 @@ from proto.messages import (
     StepDone,
 )
 from scheduler.workers.prefix_index import Locality, known_blocks, usable_hashes
-from tests.coordinator.world import Harness, named, submit, worker_hello
+from tests.coordinator.world import MODEL, Harness, named, submit, worker_hello
 
 WIDE = 12
 
@@ -48,7 +48,7 @@ def test_each_worker_counts_its_own_blocks() -> None:
         assert prefill.block_hashes == names[prefill_size] and reserve.block_hashes == names[decode_size]
         assert prefill.decode_block_size == decode_size
         assert reserve.kv_blocks == -(-56 // decode_size), "the last token drawn is never written"
-        assert h.core.cluster.workers[10].kv_blocks_taken == -(-50 // prefill_size)
+        assert h.core.cluster.pools[MODEL].prefill[10].kv_blocks_taken == -(-50 // prefill_size)
         while steps := h.take(Step):
             for step in steps:
                 assert isinstance(step, Step)

@@ -54,9 +54,7 @@ def spam(seed: int, requests: int) -> None:
     world.run(now + 1000.0)
 
     invariants.check(world.core)
-    assert not world.core.cluster.requests and not queue.size and not world.core.cluster.queues[MODEL].backlog.tokens, (
-        seed
-    )
+    assert not world.core.cluster.requests and not queue.size and not world.core.cluster.queues[MODEL].line.tokens, seed
     assert not any(worker.allocations or worker.steps for worker in world.core.cluster.workers.values()), seed
     assert {"queued", "prefilling", "decoding"} <= set(states), (seed, states)
     assert max(further) <= STEP_TOKENS, (seed, "one further chunk at the most", max(further))

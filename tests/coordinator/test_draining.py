@@ -144,7 +144,7 @@ def test_drained_stream_resumes_first_and_free() -> None:
     h.post(PeerUp(21, worker_hello(Role.DECODE, 21, kv_blocks=4)))  # too small for either
     h.receive(20, Draining(1000.0))
     h.receive(1, submit("waits", 16))
-    charged = h.core.cluster.queues["m"].fair.debt(PATH)
+    charged = _served(h)
     h.now = h.core.next_deadline() or 0.0
     assert h.now == 1.0
     h.post(Tick())

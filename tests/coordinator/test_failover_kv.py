@@ -12,7 +12,8 @@ from proto.messages import Interrupted, Reserve, Role
 from proto.parts import Held, PrefixPart
 from proto.progress import DecodeProgress, Joined
 from simulation.cluster.cluster import FIRST_DECODE
-from tests.coordinator.world import Harness, submit, worker_hello
+from tests.coordinator.consistent import check_room
+from tests.coordinator.world import MODEL, Harness, submit, worker_hello
 
 KV_BLOCKS, BLOCK = 512, 16
 
@@ -42,12 +43,11 @@ def successor(world: OverloadedCluster, held: tuple[Held, ...]) -> Core:
 def test_failover_keeps_pool_room(text: str) -> None:
     """A busy pool has about as much room after a failover as before."""
     world = busy(text)
-    before = world.cluster.core.cluster.workers[FIRST_DECODE]
+    before = world.cluster.core.cluster.pools[MODEL].decode[FIRST_DECODE]
     held = world.decode.table.held()
     assert len(held) > 5 and before.free_blocks < 0.1 * KV_BLOCKS
-    after = successor(world, held).cluster.workers[FIRST_DECODE]
-    assert after.admission is not None and before.admission is not None
-    after.admission.check_invariants()
+    after = successor(world, held).cluster.pools[MODEL].decode[FIRST_DECODE]
+    check_room(after.admission)
     assert before.free_blocks <= after.free_blocks < 0.2 * KV_BLOCKS
     assert after.admission.shared >= before.admission.shared and bool(text) == (after.admission.shared > 0)
     only_blocks = tuple(Held(one.request_id, one.attempt, one.kv_blocks, one.seqs) for one in held)
@@ -63,8 +63,8 @@ def test_adopted_streams_count_their_rest() -> None:
         Held("b", 1, 6, 1, 0, 8, 16, 112),
     )
     h.post(PeerUp(22, msgspec.structs.replace(hello, held=held)))
-    room = h.core.cluster.workers[22].admission
-    assert room is not None and room.steps == 112
+    room = h.core.cluster.pools[MODEL].decode[22].admission
+    assert room.steps == 112
     h.receive(1, submit("c", 8, max_tokens=17))
     assert [m.request_id for m in h.take(Reserve) if isinstance(m, Reserve)] == ["c"], "6 + 3 + 3 blocks, not 6 + 6 + 6"
     h.receive(22, DecodeProgress(115, 2, 0, (Joined("b", 1, 112),)))

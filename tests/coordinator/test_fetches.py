@@ -7,10 +7,11 @@ import pytest
 from coordinator.event_log.timeline import Placed, Timeline
 from prefill_worker.fetches import Fetches
 from proto.kv import Fetch
-from scheduler.placement.fetch import PAUSE_S
+from scheduler.workers.worker import FETCH_PAUSE_S
 from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster
 from tests.coordinator.logged_core import LoggedCore, as_logged, replay
 from tests.coordinator.test_suffixes import BLOCK, World
+from tests.coordinator.world import MODEL
 
 
 def world(rate: float = 2000.0, *, fetches: bool = True) -> World:
@@ -33,7 +34,7 @@ def test_answer_is_fetched_not_recomputed() -> None:
     had = (800 + 160 - 1) // BLOCK * BLOCK
     assert cluster.requests["t1"].cached_tokens == had, "the last token of an answer is never computed"
     assert cluster.computed()["t1"] == 1000 - had
-    assert cluster.core.cluster.workers[FIRST_PREFILL].fetch_token_s > 0, "it is measured"
+    assert cluster.core.cluster.pools[MODEL].prefill[FIRST_PREFILL].fetch_token_s > 0, "it is measured"
     story = Timeline("t1")
     assert replay(as_logged(cluster.core).event_log()).run(story) is None
     [placed] = [entry for entry in story.finish() if isinstance(entry, Placed)]
@@ -70,7 +71,7 @@ def test_failed_fetch_pauses_fetching(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.turn("t2", "s", 1200, 160)
     cluster.run(30.0)
     assert fetched(cluster) == 1
-    cluster.run(20.0 + PAUSE_S)
+    cluster.run(20.0 + FETCH_PAUSE_S)
     cluster.turn("t3", "s", 1500, 40)
     cluster.run(100.0)
     assert fetched(cluster) == 2

@@ -79,7 +79,7 @@ def test_flip_waits_until_worker_is_empty() -> None:
 def moving(h: Harness, role: Role = Role.PREFILL) -> int:
     """A worker with a stream is about to change its role; returns its incarnation."""
     decoding(h, named(submit("a"), 1))
-    own = next(w.incarnation for w in h.core.cluster.workers.values() if w.admission is not None and w.allocations)
+    own = next(w.incarnation for w in h.core.cluster.workers.values() if w.is_decode and w.allocations)
     assert not ask(h, f"decode-{own}", role)
     return own
 
@@ -106,7 +106,7 @@ def test_unfindable_stream_resumes_at_once(request_: Submit) -> None:
     """A stream whose KV cannot be found again is resumed at once."""
     h = Harness.make(decode=2)
     decoding(h, request_)
-    own = next(w.incarnation for w in h.core.cluster.workers.values() if w.admission is not None and w.allocations)
+    own = next(w.incarnation for w in h.core.cluster.workers.values() if w.is_decode and w.allocations)
     assert not ask(h, f"decode-{own}", Role.PREFILL)
     assert interrupted(h) == [("a", Interrupt.DRAINED)] and not h.core.keeping
 
@@ -195,7 +195,7 @@ def test_flipping_worker_is_not_drained() -> None:
     """A worker that changes its role is not drained meanwhile, nor changed if it drains or is about to end."""
     h = Harness.make(prefill=3, decode=2)
     decoding(h, submit("a"))
-    own = next(w.incarnation for w in h.core.cluster.workers.values() if w.admission is not None and w.allocations)
+    own = next(w.incarnation for w in h.core.cluster.workers.values() if w.is_decode and w.allocations)
     assert not ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
     assert ask(h, f"decode-{own}", Role.PREFILL).startswith(f"decode-{own} is changing its role to prefill")
     h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "drain-1")))
@@ -233,7 +233,7 @@ def test_one_concurrent_flip_is_given_up() -> None:
     h = Harness.make(prefill=1, decode=3)
     for name in "abc":
         decoding(h, submit(name))
-    busy = [w.incarnation for w in h.core.cluster.workers.values() if w.admission is not None and w.allocations]
+    busy = [w.incarnation for w in h.core.cluster.workers.values() if w.is_decode and w.allocations]
     assert len(busy) == 3, "a stream on each"
     first, second, third = busy
     assert not ask(h, f"decode-{first}", Role.PREFILL, hand_over_ms=1e6)

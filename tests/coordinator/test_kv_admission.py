@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scheduler.kv_admission.admission import KvAdmission
 from scheduler.kv_admission.demand import NEVER, KvDemand
 from scheduler.placement.preemption import PreemptionCandidate, choose
+from tests.coordinator.consistent import check_room
 from tests.coordinator.world import submit
 from tests.helpers import first
 
@@ -64,7 +65,7 @@ def test_peak_equals_stepwise_count(
     for number, (_, start) in enumerate(there):
         if start is not None:
             room.joined(key(number), start)
-    room.check_invariants()
+    check_room(room)
     now = max((start for _, start in there if start is not None), default=0)
     over = [n for n, (life, start) in enumerate(there) if start is not None and start + life.left < now]
     assert all(room.release(key(number)) for number in over)
@@ -202,7 +203,7 @@ def load(seed: int, *, lockstep_from_placement: bool = False) -> int:
                 room.reached(steps)
             assert room.peak <= before, "news that comes late leaves a count that is too high, never one too low"
         if number % 50 == 0:
-            room.check_invariants()
+            check_room(room)
     return worker.peak * 3 // kv_blocks
 
 
@@ -248,13 +249,13 @@ def test_overcommit_counts_expected_length() -> None:
     room.reached(6)
     assert room.peak == 30
     room.reached(7)
-    room.check_invariants()
+    check_room(room)
     assert room.peak == 3 * (4 + 13) and not room.fits(KvDemand(1, 0)) and room.held_now(key(0)) == 11
     room.reached(14 + 1)
     assert room.peak == 3 * (4 + 27)
     room.reached(29)
     assert room.peak == 3 * (4 + 30), "no more than it may have"
-    room.check_invariants()
+    check_room(room)
     for number in range(3):
         assert room.release(key(number))
     assert room.peak == 0 and len(room) == 0

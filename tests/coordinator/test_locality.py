@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import random
-from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from engine.kv.allocator import BlockAllocator
 from proto.messages import Submit
 from proto.sampling import Sampling
-from scheduler.score import DecodeSide, PrefillSide, Weights, best_decode, decode_s, prefill_s
+from scheduler.score import Weights, prefill_s
 from scheduler.workers import prefix_index as locality
 from scheduler.workers.prefix_index import Locality, usable_hashes, usable_tokens
 
 WEIGHTS = Weights()
-HERE = PrefillSide(tokens_before=0, tokens_per_s=1000.0, cached_tokens=0, fullness=0.0, failure_rate=0.0, host="a")
-DECODE = DecodeSide(hand_over_s=0.005, fullness=0.0, failure_rate=0.0)
+HERE = {"tokens_before": 0, "uncached_tokens": 1000, "wasted_tokens": 0, "tokens_per_s": 1000.0, "fullness": 0.0}
 
 
 def chain(*parts: int) -> list[bytes]:
@@ -127,34 +126,24 @@ def test_other_block_sizes_match_nothing() -> None:
 
 
 BETTER_PREFILL = [
-    ("more cached", replace(HERE, cached_tokens=500), HERE),
-    ("less to do before", HERE, replace(HERE, tokens_before=300)),
-    ("faster", replace(HERE, tokens_per_s=2000.0), HERE),
-    ("more room", replace(HERE, fullness=0.2), replace(HERE, fullness=0.9)),
-    ("healthier", HERE, replace(HERE, failure_rate=0.5)),
-    ("cached beats a short queue", replace(HERE, cached_tokens=900, tokens_before=500), HERE),
-    ("a long queue beats cached", HERE, replace(HERE, cached_tokens=900, tokens_before=5000)),
-]
-BETTER_DECODE = [
-    ("less to hand over", replace(DECODE, hand_over_s=0.001), DECODE),
-    ("more room", DECODE, replace(DECODE, fullness=0.8)),
-    ("healthier", DECODE, replace(DECODE, failure_rate=0.1)),
+    ("more cached", HERE | {"uncached_tokens": 500}, HERE | {"wasted_tokens": 500}),
+    ("less to do before", HERE, HERE | {"tokens_before": 300}),
+    ("faster", HERE | {"tokens_per_s": 2000.0}, HERE),
+    ("more room", HERE | {"fullness": 0.2}, HERE | {"fullness": 0.9}),
+    (
+        "cached beats a short queue",
+        HERE | {"uncached_tokens": 100, "tokens_before": 500},
+        HERE | {"wasted_tokens": 900},
+    ),
+    (
+        "a long queue beats cached",
+        HERE | {"wasted_tokens": 900},
+        HERE | {"uncached_tokens": 100, "tokens_before": 5000},
+    ),
 ]
 
 
 @pytest.mark.parametrize(("why", "better", "worse"), BETTER_PREFILL, ids=[c[0] for c in BETTER_PREFILL])
-def test_each_factor_changes_prefill_score(why: str, better: PrefillSide, worse: PrefillSide) -> None:
+def test_each_factor_changes_prefill_score(why: str, better: dict[str, Any], worse: dict[str, Any]) -> None:
     """Each factor of the prefill score makes the better worker cheaper."""
-    assert prefill_s(1000, better, WEIGHTS) < prefill_s(1000, worse, WEIGHTS), why
-
-
-@pytest.mark.parametrize(("why", "better", "worse"), BETTER_DECODE, ids=[c[0] for c in BETTER_DECODE])
-def test_each_factor_changes_decode_choice(why: str, better: DecodeSide, worse: DecodeSide) -> None:
-    """Each factor of the decode score makes the better worker cheaper and chosen, in any order."""
-    assert decode_s(better, WEIGHTS) < decode_s(worse, WEIGHTS), why
-    assert best_decode([(1, worse), (2, better)], WEIGHTS) == 2
-    assert best_decode([(2, worse), (1, better)], WEIGHTS) == 1
-
-
-def test_no_worker_to_choose_from() -> None:
-    assert best_decode([], WEIGHTS) is None
+    assert prefill_s(**better, weights=WEIGHTS) < prefill_s(**worse, weights=WEIGHTS), why

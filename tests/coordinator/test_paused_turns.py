@@ -5,6 +5,7 @@ from pathlib import Path
 from launcher.simulate.build import build
 from launcher.simulate.scenario import parse
 from scheduler.lifecycle import RequestState
+from scheduler.waiting.tenant_work import UNCOMPUTED, WAITING
 from simulation.load.run import Played, _Player
 
 SCENARIO = """
@@ -64,6 +65,7 @@ def test_paused_turns_can_be_cancelled() -> None:
     outcomes = playing.play(look).outcomes
     core = playing._cluster.core
     assert len(cancelled) == 5 and not core.cluster.requests and not core.cluster.pools["m"].paused
-    assert not core.cluster.queues["m"].projection.waiting.work and not core.cluster.queues["m"].work_ahead.work
+    work = core.cluster.queues["m"].line.work
+    assert not work.total(WAITING) and not work.total(UNCOMPUTED)
     states = [one.state for one in outcomes]
     assert states.count(RequestState.CANCELLED) == 5 and states.count(RequestState.FINISHED) == len(states) - 5

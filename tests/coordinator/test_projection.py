@@ -6,8 +6,13 @@ import statistics
 import pytest
 
 from coordinator.events import Limits
+from scheduler.request import Request
+from scheduler.waiting.line import Line
+from scheduler.waiting.projection import Projection, Speed
+from scheduler.waiting.tenant_work import IN_LINE
 from simulation.cluster.cluster import ClientRequest, VirtualCluster  # type: ignore[attr-defined]
 from simulation.cluster.surroundings import Timing
+from tests.coordinator.world import submit
 from tests.helpers import first
 
 CAPACITY_PER_S = 3.2
@@ -71,3 +76,17 @@ def test_told_wait_matches_real_wait(side: str, tenants: int, seed: int) -> None
     assert sum(clients.rejections.values()) <= 2 * len(clients.rejections)
     assert max(clients.rejections.values()) <= 8
     assert 1 / 1.5 <= statistics.median(clients.waited_of_told()) <= 1.5
+
+
+def test_early_client_keeps_no_place() -> None:
+    """A client that comes before its time lengthens no other's wait, and its own place comes back once it obeys."""
+    line = Line(Limits(), {})
+    projection, path, speed = Projection(line), ("standard", "o", "u"), Speed(1000.0, decode_is_full=False)
+    waits = Request("a", 1, submit("a", 4000), b"", 0.0, 0.0, path, waits=True, work=4000)
+    line.add(waits)
+    told_s = projection.retry_after_s(path, 2000, 1, speed, 0.0)
+    for number in range(50):
+        projection.retry_after_s(path, 2000, 2, speed, 0.05 * number)  # it hammers
+    assert line.work.total(IN_LINE) == 4000 + 2000, "of those that were told, only the one that did not come early"
+    assert projection.retry_after_s(path, 2000, 3, speed, 2.5) < told_s + 3.0
+    assert not projection.obeys(path, 2, 3.0) and projection.obeys(path, 1, told_s)

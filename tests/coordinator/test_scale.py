@@ -2,6 +2,7 @@
 
 import cProfile
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -13,10 +14,10 @@ from proto.messages import CacheEvents, Role, StepDone
 from proto.parts import Capacity
 from proto.progress import DecodeProgress
 from proto.status import KvHeld
-from scheduler.placement import choice
 from scheduler.spread import STEPS_PER_EVENT
 from scheduler.workers.candidates import EXAMINED_MAX
-from scheduler.workers.worker import Worker
+from scheduler.workers.pool import Pool
+from scheduler.workers.worker import DecodeWorker, PrefillWorker
 
 SERVED = 200
 
@@ -49,7 +50,7 @@ def work(monkeypatch: pytest.MonkeyPatch, pairs: int, limited_by: str) -> Counte
     warm = 20 * pairs
     cluster.run(warm, refill=True)
     counts: Counter[str] = Counter()
-    fits, looked_up = Worker.fits, choice.cached_tokens
+    looked_up = Pool.cached_tokens
     core = cluster.cluster.core
     pool = core.cluster.pools["m"]
     for owner, name in ((pool, "prefill"), (pool, "decode"), (core.cluster, "workers")):
@@ -57,17 +58,21 @@ def work(monkeypatch: pytest.MonkeyPatch, pairs: int, limited_by: str) -> Counte
         watched.counts = counts
         setattr(owner, name, watched)
 
-    def counted_fits(self: Worker, *arguments: Any, **named: Any) -> bool:
-        counts["fits"] += 1
-        return fits(self, *arguments, **named)
+    def counted(fits: Callable[..., bool]) -> Callable[..., bool]:
+        def counted_fits(*arguments: Any, **named: Any) -> bool:
+            counts["fits"] += 1
+            return fits(*arguments, **named)
+
+        return counted_fits
 
     def counted_look_ups(*arguments: Any) -> int:
         counts["looked up"] += 1
         return looked_up(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Worker, "fits", counted_fits)
-        patch.setattr(choice, "cached_tokens", counted_look_ups)
+        for kind in (PrefillWorker, DecodeWorker):
+            patch.setattr(kind, "fits", counted(kind.fits))
+        patch.setattr(Pool, "cached_tokens", counted_look_ups)
         cluster.run(warm + SERVED, refill=True)
     return Counter({name: round(count / SERVED) for name, count in counts.items()})
 

@@ -42,13 +42,13 @@ def test_deadline_is_kept_once():
     queue = WaitQueue(Limits())
     for number in range(200):
         due = msgspec.structs.replace(submit(f"r{number}"), deadline_ms=60_000.0)
-        queue.push(Request(due.request_id, 1, due, b"", 0.0, 0.0, ("standard", "o", "u")), 0.0)
+        queue.push(Request(due.request_id, 1, due, b"", 0.0, 0.0, ("standard", "o", "u")))
     for _ in range(5):
         for can_run in (False, True):
             for request in list(queue):
                 queue.refresh_eligibility(request, can_run)
-    assert len(queue._deadlines) == 200
-    assert len(list(queue.overdue(60.0))) == 200
+    assert len(queue.line._deadlines) == 200
+    assert len(list(queue.line.overdue(60.0, 0.0, lambda submit: submit.prompt_tokens))) == 200
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from proto.progress import EndPrefix, EndSession
 from proto.sampling import Sampling
 from scheduler.kv_admission import sessions as module
 from scheduler.kv_admission.sessions import OpenTurn, Sessions
+from tests.coordinator.consistent import check_sessions
 from tests.coordinator.test_suffixes import World
 
 BLOCK = 4
@@ -213,7 +214,7 @@ def test_session_table_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
             running.append(came(sessions, prompt, now, f"t{rng.randrange(9)}", name))
         assert len(sessions) <= 50 and len(sessions._tenants) <= 5
         assert sessions._weights == len(sessions._organisations)
-        sessions.check_invariants(Counter(turn.session for turn in running))
+        check_sessions(sessions, Counter(turn.session for turn in running))
     now += 10 * module.KEPT_S
     for number in range(20):
         sessions.over(came(sessions, (number,), now), now)

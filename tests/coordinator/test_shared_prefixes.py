@@ -15,6 +15,7 @@ from scheduler.kv_admission.admission import KvAdmission
 from scheduler.kv_admission.demand import NEVER, KvDemand
 from scheduler.kv_admission.shared_blocks import SharedBlocks
 from simulation.cluster.cluster import FIRST_DECODE
+from tests.coordinator.consistent import check_room
 from tests.coordinator.test_kv_admission import key
 from tests.coordinator.world import MODEL, Harness, submit
 from tests.helpers import first
@@ -74,7 +75,7 @@ def test_prefix_shared_once_worker_reports_it() -> None:
     room.joined(key(0), 0)
     assert room.peak == 60
     assert room.release(key(1))
-    room.check_invariants()
+    check_room(room)
     assert room.peak == 45 and room.shared == 0, "the one that stays counts all of it"
     assert not room.shares(key(0), {1: 41}), "more than its prompt has"
     assert room.shares(key(9), {1: 3}), "of one that is over"
@@ -91,7 +92,7 @@ def test_prefix_count_passes_to_next_stream() -> None:
     before = room.peak
     for number, shared in ((0, 12), (2, 0)):
         assert room.release(key(number))
-        room.check_invariants()
+        check_room(room)
         assert room.shared == shared and room.peak <= before
     assert room.peak == KvDemand(64, 80).whole(4)
 
@@ -104,13 +105,11 @@ def test_retained_room_must_fit_in_full() -> None:
     prefixes = tuple(SharedPrefix(name, 1, (PrefixPart(1, 4),)) for name in ("a", "b"))
     h.receive(20, DecodeProgress(1, 5, 0, (), prefixes))
     h.receive(1, submit("c", 16, max_tokens=1))
-    decode = h.core.cluster.workers[20]
+    decode = h.core.cluster.pools[MODEL].decode[20]
     assert len(decode.allocations) == 3 and decode.free_blocks == 0
     h.post(PeerDown(h.core.cluster.requests["b"].prefill_incarnation, "killed"))
     h.receive(20, Released("b", 1))
-    assert decode.admission is not None and decode.admission.peak <= 10, (
-        "b's blocks were those of a, which counts them still"
-    )
+    assert decode.admission.peak <= 10, "b's blocks were those of a, which counts them still"
     assert "b" not in h.core.cluster.pools[MODEL].retained
 
 
@@ -123,14 +122,13 @@ class Sharing(OverloadedCluster):
         cluster, rnd = self.cluster, Random(1)
         for step in range(steps):
             figures = self.run(0, 1)
-            room = cluster.core.cluster.workers[FIRST_DECODE].admission
-            assert room is not None
+            room = cluster.core.cluster.pools[MODEL].decode[FIRST_DECODE].admission
             held = self.decode.allocator.held_count
             assert held <= room.taken <= self.kv_blocks, "more is held than counted"
             self.most_taken = max(self.most_taken, room.taken)
             self.most_shared = max(self.most_shared, room.shared)
             if step % 20 == 0:
-                room.check_invariants()
+                check_room(room)
             if rnd.random() < leaving and cluster.core.cluster.requests:
                 cluster.cancel(rnd.choice(sorted(cluster.core.cluster.requests)))
         return figures

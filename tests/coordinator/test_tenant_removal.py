@@ -11,6 +11,7 @@ from coordinator.events import Configured, Received
 from proto.errors import CancelReason
 from proto.messages import Cancel
 from runtime.tenancy.tenants import Tenants, parse
+from scheduler.waiting.rate import Rate
 from tests.coordinator.world import MODEL, Harness, submit
 
 
@@ -29,7 +30,7 @@ def world(organisations: int, **capacity: int) -> Harness:
     for number in range(organisations):
         path = ("standard", f"o{number}", "u")
         queue.emitted(path, 1)
-        queue.backlog.tenant(path, 0.0)
+        queue.served[path] = Rate(0.0)
         h.core.billing.quotas.rates(f"o{number}/u", 0.0)
     return h
 
@@ -60,7 +61,7 @@ def removal_cost(organisations: int) -> int:
     queue = h.core.cluster.queues[MODEL]
     known = [f"o{number}" for number in range(organisations // 2)]
     assert [path[1] for path in queue.fair.tenants()] == known
-    assert [path[1] for path in queue.backlog.tenants()] == known
+    assert [path[1] for path in queue.served] == known
     assert not h.core.leaving or all("/" not in tenant for tenant in h.core.leaving)
     return cost
 

@@ -6,7 +6,8 @@ from coordinator.core import Core
 from coordinator.events import Action, Event, Limits, Tick
 from proto.messages import Step
 from scheduler.placement import schedule, steps
-from scheduler.placement.decide import NoRoom, Run, TurnOutcome, Wait, decide
+from scheduler.placement.pairs import Side
+from scheduler.placement.steps import NoRoom, Run, TurnOutcome, Wait, decide
 from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.pool import Pool
@@ -36,8 +37,7 @@ class AsksAgain:
             request = queue.first((key,))
             if request is not None:
                 self.asked += 1
-                left = worker.pace.budget
-                found = decide(request, worker, pool, queue, left, is_first=not worker.steps, now=now)
+                found = decide(request, worker, pool, queue, is_first=not worker.steps, now=now)
                 assert not isinstance(found, Run), (request.id, worker.incarnation, found)
 
 
@@ -54,7 +54,7 @@ def test_moves_per_turn_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     h = Harness.make(prefill=2, limits=Limits(queue_requests_max=1000))
 
     def wait(request: Request, worker: Worker, pool: Pool, *_: object, **__: object) -> TurnOutcome:
-        return Wait(pool.prefill[11], b"", 0, 0.0) if worker.incarnation == 10 else NoRoom(in_decode=False)
+        return Wait(Side(pool.prefill[11])) if worker.incarnation == 10 else NoRoom(in_decode=False)
 
     with monkeypatch.context() as nobody_is_asked:
         nobody_is_asked.setattr("scheduler.placement.schedule.compose", lambda *_: None)

@@ -22,7 +22,7 @@ def run(settings: WorkerSettings) -> int:
         return run_step(*arguments)
 
     driver.run_step = hangs  # type: ignore[attr-defined]
-    status: int = import_module("launcher.worker_roles").run(settings)
+    status: int = import_module("worker.process").run_worker(settings)
     return status
 
 

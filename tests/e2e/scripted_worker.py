@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from engine.engine import Engine, SeqChunk
-from launcher import worker_roles
 from runtime.process.exits import leave
 from runtime.settings.command_line import run_role
 from runtime.settings.workers import WorkerSettings
 from tests import tiny_models
+from worker import process
 
 CONTEXT_TOKENS = 1 << 18  # a token is a byte: the tools of Claude Code alone have 64 KiB
 TEMPLATE = """\
@@ -101,15 +101,15 @@ def _answer(prompt: bytes) -> list[int]:
 
 
 def run(settings: WorkerSettings) -> int:
-    load = worker_roles.load_engine  # type: ignore[attr-defined]
+    load = process.load_engine  # type: ignore[attr-defined]
 
     def load_scripted(*arguments: Any, **options: Any) -> Engine:
         engine = load(*arguments, **options)
         engine.runner = ScriptedRunner(engine.pool, engine.info.vocab_size)  # type: ignore[assignment]
         return engine
 
-    worker_roles.load_engine = load_scripted  # type: ignore[attr-defined]
-    return worker_roles.run(settings)
+    process.load_engine = load_scripted  # type: ignore[attr-defined]
+    return process.run_worker(settings)
 
 
 if __name__ == "__main__":

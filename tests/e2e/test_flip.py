@@ -45,8 +45,8 @@ def test_role_change_keeps_streams_running(up: Twins) -> None:
     pids = {worker.name: worker.pid for worker in up.status().workers}
     with load(up) as loads:
         come(up, loads)
-        for role, streams in (("prefill", "move"), ("decode", "move"), ("prefill", "finish"), ("decode", "finish")):
-            take_role(up, loads, role, streams)
+        for role, drain_s in (("prefill", "0"), ("decode", "0"), ("prefill", "0.3"), ("decode", "0.3")):
+            take_role(up, loads, role, drain_s)
             assert roles(up)["decode-0"] == role
     report = up.status()
     assert {worker.name: worker.pid for worker in report.workers} == pids, "the processes are the same"
@@ -54,11 +54,11 @@ def test_role_change_keeps_streams_running(up: Twins) -> None:
     assert not report.counters.get("decode_restarted") and not report.counters.get("prefill_lost")
 
 
-def take_role(up: Twins, loads: list[Load], role: str, streams: str) -> None:
+def take_role(up: Twins, loads: list[Load], role: str, drain_s: str) -> None:
     """It is decode-0 that does, under load."""
-    done = flip(up, "decode-0", role, "--streams", streams, "--drain-timeout-s", "0.3", "--first-step-s", "20")
+    done = flip(up, "decode-0", role, "--drain-timeout-s", drain_s)
     assert done.returncode == 0 and f"decode-0 is a {role} worker now" in done.stdout, done.stderr
-    assert "its first step was done" in done.stdout
+    up.wait_for("its first step", lambda: up.status().flips[-1].first_step_ms > 0.0)
     come(up, loads)
 
 
@@ -68,8 +68,8 @@ def test_mixed_role_change_keeps_streams(up: Twins) -> None:
     pid = up.processes["decode-0"].pid
     with load(up) as loads:
         come(up, loads)
-        for role, streams in (("mixed", "move"), ("prefill", "finish"), ("mixed", "finish"), ("decode", "move")):
-            take_role(up, loads, role, streams)
+        for role, drain_s in (("mixed", "0"), ("prefill", "0.3"), ("mixed", "0.3"), ("decode", "0")):
+            take_role(up, loads, role, drain_s)
             own = {worker.name for worker in up.status().workers if worker.pid == pid}
             assert own == ({"decode-0-prefill", "decode-0-decode"} if role == "mixed" else {"decode-0"})
             if role == "mixed":
@@ -114,7 +114,7 @@ def test_stream_resumes_with_kept_kv(up: Twins, role: str) -> None:
         assert sums["queried"] > len(prompt) + 16, "it prefills what it had, with some of the answer"
         assert sums["queried"] - sums["hit"] <= 17, sums
         moved = answer.result(60)["choices"][0]["token_ids"]
-    assert flip(up, worker, "decode", "--first-step-s", "0").returncode == 0
+    assert flip(up, worker, "decode").returncode == 0
     up.wait_idle()
     assert moved == up.token_ids(prompt, tokens, ignore_eos=True)
 
@@ -131,7 +131,7 @@ def test_prompts_stay_cached_after_role_change(up: Twins) -> None:
     expected = up.token_ids(prompt, 4)
     order(up, "decode-1", undo=True)
     up.wait_idle()
-    assert flip(up, "decode-0", "prefill", "--first-step-s", "0").returncode == 0
+    assert flip(up, "decode-0", "prefill").returncode == 0
     for prefill in ("prefill-0", "prefill-1"):
         order(up, prefill)
     answer = up.complete(prompt, 4, return_token_ids=True)
@@ -139,7 +139,7 @@ def test_prompts_stay_cached_after_role_change(up: Twins) -> None:
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= REUSED // 2
     for prefill in ("prefill-0", "prefill-1"):
         order(up, prefill, undo=True)
-    assert flip(up, "decode-0", "decode", "--first-step-s", "0").returncode == 0
+    assert flip(up, "decode-0", "decode").returncode == 0
 
 
 def test_impossible_flip_is_refused(up: Twins) -> None:
@@ -150,10 +150,10 @@ def test_impossible_flip_is_refused(up: Twins) -> None:
     ):
         refused = flip(up, *arguments)
         assert refused.returncode == 1 and why in refused.stderr, refused.stderr
-    assert flip(up, "decode-0", "prefill", "--first-step-s", "0").returncode == 0
+    assert flip(up, "decode-0", "prefill").returncode == 0
     last = flip(up, "decode-1", "prefill")
     assert last.returncode == 1 and "decode-1 is the only decode worker" in last.stderr and "--force" in last.stderr
-    assert flip(up, "decode-0", "decode", "--first-step-s", "0").returncode == 0
+    assert flip(up, "decode-0", "decode").returncode == 0
 
 
 def test_autopilot_explains_its_role_change(up: Twins, tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_autopilot_explains_its_role_change(up: Twins, tmp_path: Path) -> None:
         assert process.wait(20) == 0, log.read_text()
     changed = up.status().flips[-1]
     assert changed.why.startswith("autopilot: ") and "keep the SLO" in changed.why
-    assert flip(up, changed.worker, "decode", "--first-step-s", "0").returncode == 0
+    assert flip(up, changed.worker, "decode").returncode == 0
 
 
 def test_autopilot_needs_a_profile(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.e2e.test_faults import PROMPT, TOKENS, Background, busy
 
 @pytest.fixture(scope="module")
 def up(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with live(tiny, tmp_path_factory.mktemp("state"), "--gateways", "2", HEARTBEAT_MS="300", QUEUE_WAIT_S="8") as one:
+    with live(tiny, tmp_path_factory.mktemp("state"), "--gateways", "2", HEARTBEAT_MS="300") as one:
         yield one
 
 

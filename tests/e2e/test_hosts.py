@@ -28,7 +28,7 @@ def start(net: Network, up: Parts, addresses: dict[str, str]) -> None:
         "--insecure",
     )
     up.start("gateway", *gateway, inside=net.inside("g"))
-    worker = ("--kv-interface", "eth0", "--metrics", "off")  # of which what listens is looked at
+    worker = ("--transfer-host", "eth0", "--metrics", "off")  # of which what listens is looked at
     up.start("prefill_worker", *worker, inside=net.inside("p"))
     decode = (*worker, "--kv-bind", "tcp://0.0.0.0:0", "--advertise", addresses["d"], "--insecure")
     up.start("decode_worker", *decode, inside=net.inside("d"))

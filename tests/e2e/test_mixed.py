@@ -19,7 +19,7 @@ class MixedTwins(Twins):
 
     def begin(self, name: str) -> None:
         if name in NAMES:
-            self.start("launcher.mixed_worker", "--drain-timeout-s", GRACE_S, name=name)
+            self.start("worker", "--drain-timeout-s", GRACE_S, name=name)
         else:
             super().begin(name)
 

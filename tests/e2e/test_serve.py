@@ -74,7 +74,7 @@ def test_hang_up_stops_the_cluster_in_order(tiny: Path, tmp_path: Path) -> None:
         "--device",
         "cpu",
     ]
-    command += ["--question", "é 😀", "--max-seqs", "4"]
+    command += ["--max-seqs", "4"]
     environment = child_environment(1) | {"XDG_STATE_HOME": str(tmp_path), "PYTHONIOENCODING": "latin-1"}
     take_terminal = (
         "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"

@@ -18,9 +18,9 @@ from engine.model.backend import BackendCandidate
 from engine.model.loader import load_engine
 from engine.triton_launch import KernelFailed
 from proto.errors import CrossdockError
-from runtime.worker.gpu_faults import breaks_cuda_context
 from tests import tiny_models
 from tests.engine import support
+from worker.gpu_faults import breaks_cuda_context
 
 triton_errors = pytest.importorskip("triton.runtime.errors", reason="Triton is not installed")
 compiler_errors = pytest.importorskip("triton.compiler.errors", reason="Triton is not installed")

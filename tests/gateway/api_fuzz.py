@@ -16,8 +16,7 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
 from gateway.app import create_app
-from gateway.batches.service import DAY_S, BatchService
-from gateway.batches.store import Store
+from gateway.batches.store import DAY_S, BatchService, Store
 from tests.gateway.fakes import MODEL, make_site, served
 
 BOTH = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)

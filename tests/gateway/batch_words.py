@@ -11,10 +11,9 @@ from typing import Any
 import httpx
 
 from gateway.app import create_app
-from gateway.batches.metrics import BatchMetrics
 from gateway.batches.runner import BatchRunner
-from gateway.batches.service import DAY_S, BatchService
-from gateway.batches.store import Store
+from gateway.batches.store import DAY_S, BatchService, Store
+from gateway.metrics import BatchMetrics
 from runtime.metrics.registry import MetricsRegistry
 from runtime.process.driver import cancelled
 from tests.gateway.fakes import MODEL, Site, make_site

@@ -11,8 +11,7 @@ import pytest
 
 from gateway.batches import batches, runner
 from gateway.batches.lines import ERRORS_MAX
-from gateway.batches.service import BatchService
-from gateway.batches.store import Store
+from gateway.batches.store import BatchService, Store
 from proto.errors import Reject
 from runtime.process import clock
 from tests.gateway.batch_words import KEYS, TENANTS, Desk, jsonl, left, on_desk, request, requests

@@ -16,8 +16,8 @@ from openai.types.responses import namespace_tool_param, response_create_params,
 from gateway.anthropic import convert as from_anthropic
 from gateway.anthropic import types as to_anthropic
 from gateway.http.errors import ApiError
-from gateway.openai.not_served import NEUTRAL_ONLY
 from gateway.openai.request_types import (
+    NEUTRAL_ONLY,
     ChatMessage,
     ChatRequest,
     CompletionRequest,

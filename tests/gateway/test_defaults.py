@@ -11,12 +11,10 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from gateway.http.errors import ApiError
-from gateway.openai.not_served import NEUTRAL_ONLY
 from gateway.openai.prepare import ModelRules
-from gateway.openai.request_types import ChatRequest, CompletionRequest, validate
-from gateway.text.generation_config import SamplingDefaults, sampling_defaults
+from gateway.openai.request_types import NEUTRAL_ONLY, ChatRequest, CompletionRequest, validate
 from gateway.text.model_files import ModelFilesError, load
-from gateway.text.tokenizer import ModelTokenizer
+from gateway.text.tokenizer import ModelTokenizer, SamplingDefaults, sampling_defaults
 from runtime.settings.roles import GatewaySettings
 from tests import tiny_models
 from tests.gateway.fakes import CONTEXT_TOKENS, MODEL, Site

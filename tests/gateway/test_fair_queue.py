@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.text.fair_queue import COST_BYTES_MIN, LARGE_BYTES, QUANTUM_BYTES, TokenizerQueue
+from gateway.shares import COST_BYTES_MIN, LARGE_BYTES, QUANTUM_BYTES, FairQueue
 from gateway.text.tokenizer_threads import TokenizerThreads
 
 MIB = 1 << 20
 
 
-def drained(queue: TokenizerQueue[str], *, large: bool = True) -> list[str]:
+def drained(queue: FairQueue[str], *, large: bool = True) -> list[str]:
     found = []
     while (job := queue.pop(large=large)) is not None:
         found.append(job.work)
@@ -23,7 +23,7 @@ def drained(queue: TokenizerQueue[str], *, large: bool = True) -> list[str]:
 
 def test_small_prompt_passes_huge_ones() -> None:
     """A small prompt is served before another tenant's hundred huge ones."""
-    queue = TokenizerQueue[str]()
+    queue = FairQueue[str]()
     for number in range(100):
         queue.push("big", 4 * MIB, f"big{number}")
     queue.push("small", 100, "small")
@@ -34,7 +34,7 @@ def test_small_prompt_passes_huge_ones() -> None:
 @given(st.integers(0, 1 << 30))
 def test_busy_tenants_get_equal_bytes(seed: int) -> None:
     """The bound of deficit round robin: they differ by a quantum and the largest job of each."""
-    rnd, queue, served = random.Random(seed), TokenizerQueue[int](), {"a": 0, "b": 0}
+    rnd, queue, served = random.Random(seed), FairQueue[int](), {"a": 0, "b": 0}
     largest = 0
     for name, most in (("a", 2_000_000), ("b", 3_000)):
         for _ in range(50 if name == "a" else 5_000):
@@ -52,7 +52,7 @@ def test_busy_tenants_get_equal_bytes(seed: int) -> None:
 
 def test_users_of_an_organisation_share_turns() -> None:
     """Users of one organisation take turns, and together they count as one tenant."""
-    queue = TokenizerQueue[str]()
+    queue = FairQueue[str]()
     for number in range(200):
         queue.push("acme/ann", QUANTUM_BYTES, f"ann{number}")
     for user in "bcd":
@@ -64,7 +64,7 @@ def test_users_of_an_organisation_share_turns() -> None:
 
 def test_large_jobs_are_skipped_when_barred() -> None:
     """Large jobs are passed over while they may not run, and served later."""
-    queue = TokenizerQueue[str]()
+    queue = FairQueue[str]()
     queue.push("a", LARGE_BYTES, "large")
     queue.push("b", LARGE_BYTES, "large")
     queue.push("c", LARGE_BYTES - 1, "small")
@@ -79,7 +79,7 @@ def test_large_jobs_are_skipped_when_barred() -> None:
 )
 def test_jobs_are_served_in_tenant_order(steps: list[tuple[str, int, bool, bool]]) -> None:
     """Every job that is not dropped is served once, in the order of its tenant."""
-    queue, pushed, served = TokenizerQueue[int](), [], []
+    queue, pushed, served = FairQueue[int](), [], []
     for number, (tenant, size, drops, pops) in enumerate(steps):
         job = queue.push(tenant, size, number)
         if drops:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fair_share import FairShare, organisation_of
+from gateway.shares import FairShare, organisation_of
 
 
 def fill(share: FairShare, tenant: str) -> int:

@@ -12,7 +12,7 @@ from gateway.openai.context import ServedModel
 from gateway.openai.prepare import ModelRules
 from gateway.structured import checker as module
 from gateway.structured.checker import GrammarChecker
-from gateway.structured.hello import COMPILE_CPU_S, CompileJob
+from gateway.structured.compile_process import COMPILE_CPU_S, CompileJob
 from gateway.text.tokenizer import ModelFacts, ModelTokenizer
 from runtime.process import log
 from tests import tiny_models

@@ -87,20 +87,13 @@ def test_unfinished_form_is_incomplete() -> None:
         ('filename="ü 1.jsonl"', "ü 1.jsonl"),
         ('filename="a;b=\\"c\\".jsonl"', 'a;b="c".jsonl'),
         ("filename=a.jsonl", "a.jsonl"),
-        ("filename*=utf-8''%C3%BC%201.jsonl", "ü 1.jsonl"),
-        ("filename*=UTF-8'de'%e2%82%ac.jsonl", "€.jsonl"),
-        ("filename=\"u.jsonl\"; filename*=utf-8''%c3%bc.jsonl", "ü.jsonl"),
-        ("filename*=iso-8859-1''%FC.jsonl", "ü.jsonl"),
-        ("filename*=undefined''x", "x"),
-        ("filename*=raw_unicode_escape''%5Cud800", "\\ud800"),
-        ("filename*=utf-8''%ff%zz", "\ufffd%zz"),
-        ("filename*=", ""),
+        ("filename*=undefined''x", None),
         ('filename=""', ""),
         ("x=y", None),
     ],
 )
 def test_file_names_are_decoded(parameters: str, filename: str | None) -> None:
-    """A file name comes out right in each form that clients write; a charset names no other codec of Python."""
+    """A file name comes out right in each form that RFC 7578 allows."""
     head = f'--b\r\nContent-Disposition: form-data; name="file"; {parameters}\r\n\r\nx\r\n--b--'
     for sizes in ([1], [1000]):
         assert read(head.encode(), b"b", sizes)[1] == [(Part("file", filename), b"x")]

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from gateway.openai.request_types import validate
-from gateway.response_store import ResponseStore
+from gateway.response_store import COST_BYTES_MIN, ResponseStore
 from gateway.responses.convert import as_chat, input_items
 from gateway.responses.types import ResponsesRequest
 from gateway.tools.request import tools_of
@@ -196,23 +196,19 @@ def test_other_tenants_cannot_read_responses() -> None:
 
 def test_kept_responses_are_bounded() -> None:
     """Kept responses are bounded in number, bytes and time, and for each tenant."""
-    store = ResponseStore(keep_s=10.0, entries_max=8, bytes_max=800)
-    for number in range(5):
-        assert store.put("greedy", f"g{number}", b"x" * 50, b"y" * 10, now=float(number))
-    assert [store.get("greedy", f"g{number}", 4.0) is not None for number in range(5)] == [
-        False,
-        False,
-        False,
-        True,
-        True,
-    ]
+    size = COST_BYTES_MIN
+    store = ResponseStore(keep_s=10.0, bytes_max=8 * size)
+    for number in range(6):
+        assert store.put("greedy", f"g{number}", b"x" * size, b"", now=float(number))
+    assert [store.get("greedy", f"g{number}", 5.0) is not None for number in range(6)] == 4 * [False] + 2 * [True]
     for tenant in "abcdefgh":
-        store.put(tenant, f"of-{tenant}", b"", b"z", now=5.0)
-    assert len(store) == 8 and store.get("a", "of-a", 5.0) and store.size_bytes <= 800
-    assert store.get("b", "of-a", 5.0) is None
-    assert not store.put("a", "huge", b"x" * 300, b"", now=5.0), "more than one may have"
-    assert store.get("a", "of-a", 15.0) is None
-    assert store.put("a", "later", b"", b"", now=15.0) and len(store) == 1, "the others have expired"
+        assert store.put(tenant, f"of-{tenant}", b"", b"z", now=6.0)
+        assert store.get(tenant, f"of-{tenant}", 6.0) and store.share.held <= 8 * size
+    assert store.get("b", "of-h", 6.0) is None and store.get("h", "of-h", 6.0)
+    assert not store.put("a", "huge", b"x" * (2 * size + 1), b"", now=6.0), "more than one may have"
+    assert store.get("h", "of-h", 16.0) is None
+    assert store.put("a", "later", b"", b"", now=16.0) and len(store) == 1, "the others have expired"
+    assert store.share.held == size
     assert not ResponseStore(keep_s=0).put("a", "r", b"", b"", 0.0)
 
 

@@ -13,7 +13,7 @@ from gateway.text.tokenizer import ModelFacts, ModelTokenizer
 from proto.messages import ClusterState, Role
 from proto.parts import Room
 from scheduler.workers.pool import Pool
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import worker_of
 from tests import tiny_models
 from tests.coordinator.world import submit, worker_hello
 from tests.gateway.fakes import BLOCK_SIZE, CONTEXT_TOKENS, MODEL, Site
@@ -109,7 +109,7 @@ def test_defaults_are_always_admitted(data: st.DataObject) -> None:
         role = Role.PREFILL if number == 0 or (number > 1 and draw(st.booleans())) else Role.DECODE
         blocks, context = draw(st.integers(1, 60)), draw(st.integers(20, 200))
         hello = worker_hello(role, number + 1, kv_blocks=blocks, block_size=draw(sizes), context_tokens=context)
-        pool.add(Worker.from_hello(hello))
+        pool.add(worker_of(hello))
     facts = ModelFacts(512, 320, frozenset({2})).within(cluster_state({"m": pool}).rooms[0])
     prompt, choices = draw(st.integers(1, 200)), draw(st.integers(1, 4))
     most = facts.answer_tokens_max(prompt, choices)

@@ -1,34 +1,30 @@
-"""A worker that comes back counts as lost once more, a new one does not, and what is remembered is bounded."""
+"""A worker that comes back counts as lost once more, and what is remembered is bounded."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from gateway.streams import worker_links
+from gateway import backend as module
 from gateway.streams.types import StreamLimits
-from gateway.streams.worker_links import WorkerLinks
 from tests.gateway.fakes import ANSWER, DECODER, Site
 from tests.gateway.http_words import completion, on_site
 from tests.helpers import until
 
 
-def test_only_lost_worker_counts_as_returning() -> None:
-    """A worker returns only if its connection was lost, and once for each loss."""
-    links = WorkerLinks()
-    assert not links.returns(20)
-    links.down(20)
-    assert not links.returns(21)
-    assert links.returns(20)
-    assert not links.returns(20), "it has not been gone since"
-
-
 def test_latest_worker_losses_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The latest lost workers are remembered, and the oldest are forgotten."""
-    monkeypatch.setattr(worker_links, "_REMEMBERED_MAX", 2)
-    links = WorkerLinks()
-    for incarnation in (1, 2, 1, 3):
-        links.down(incarnation)
-    assert [links.returns(incarnation) for incarnation in (1, 2, 3)] == [True, False, True]
+    """The latest lost workers are remembered until they return, and the oldest are forgotten."""
+    monkeypatch.setattr(module, "_ENDED_WORKERS_MAX", 2)
+
+    async def test(site: Site) -> None:
+        backend = site.gateway.backend
+        for incarnation in (1, 2, 1, 3):
+            backend.worker_down(replace(DECODER, incarnation=incarnation))
+        assert list(backend._ended_workers) == [1, 3]
+        backend.worker_up(replace(DECODER, incarnation=3))
+        assert list(backend._ended_workers) == [1]
+
+    on_site(test)
 
 
 def test_returning_worker_prompts_a_question() -> None:

@@ -20,7 +20,7 @@ from kvtransfer.memory.digests import of_packed, of_segment, unpack
 from kvtransfer.memory.pool import as_bytes
 from kvtransfer.transports import rendezvous
 from kvtransfer.transports.registry import TRANSPORTS
-from kvtransfer.transports.rendezvous import RECEIVER_RANK, SENDER_RANK, ProcessGroup
+from kvtransfer.transports.rendezvous import RECEIVER_RANK, SENDER_RANK
 from kvtransfer.transports.transport import (
     Answer,
     Channel,
@@ -41,7 +41,7 @@ BUFFERS = UNDER_WAY + 1
 class _GlooChannel(Channel):
     """Works through segments in order, of which UNDER_WAY have been given to gloo."""
 
-    def __init__(self, local: LocalEnd, group: ProcessGroup) -> None:
+    def __init__(self, local: LocalEnd, group: Any) -> None:
         self._rows = local.rows
         self._timeout_s = local.settings.segment_timeout_ms / 1e3
         self._group = group
@@ -83,7 +83,7 @@ class _GlooChannel(Channel):
 
 
 class _Sending(_GlooChannel):
-    def __init__(self, local: LocalEnd, group: ProcessGroup) -> None:
+    def __init__(self, local: LocalEnd, group: Any) -> None:
         super().__init__(local, group)
         self._digests = local.digests
 
@@ -166,7 +166,7 @@ class _TemporaryStore(distributed.Store):  # type: ignore[misc, name-defined, un
         self._store = None
 
 
-def gloo_group(store: Any, rank: int, host: str, timeout_s: float) -> ProcessGroup:
+def gloo_group(store: Any, rank: int, host: str, timeout_s: float) -> Any:
     """A gloo group of two, its sockets on `host`. Blocks until the other rank is there too. It does not keep the store."""
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()
@@ -175,7 +175,7 @@ def gloo_group(store: Any, rank: int, host: str, timeout_s: float) -> ProcessGro
     options._threads = 1
     temporary = _TemporaryStore(store)
     try:
-        group: ProcessGroup = gloo(temporary, rank, 2, options)
+        group: Any = gloo(temporary, rank, 2, options)
         if rank == SENDER_RANK:
             store.set(_SET_UP, "here")
         else:

@@ -26,7 +26,7 @@ import xxhash
 import tests.kvtransfer.gloo  # noqa: F401 - a stand-in for NCCL
 from engine.kv.allocator import BlockAllocator, OutOfBlocks
 from kvtransfer.memory.layout import KvLayout
-from kvtransfer.owners import ReceiverOwner, SenderOwner
+from kvtransfer.ports import ReceiverOwner, SenderOwner
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.limits import KvSettings

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtransfer.owners import ReceiverOwner, SenderOwner
+from kvtransfer.ports import ReceiverOwner, SenderOwner
 from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted
 from proto.kv import Commit, Offer
 from proto.messages import Message

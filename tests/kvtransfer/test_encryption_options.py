@@ -7,8 +7,8 @@ import structlog
 import torch
 
 from kvtransfer.transports.registry import WrongTransport, allowed_on, usable
-from launcher.worker_roles import say_what_is_encrypted
 from runtime.settings.workers import WorkerSettings
+from worker.process import say_what_is_encrypted
 
 
 def _settings(**options: object) -> WorkerSettings:

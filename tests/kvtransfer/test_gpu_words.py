@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.idle_connections import PairUse, to_give_up
+from kvtransfer.driver import TransferDriver
 from kvtransfer.memory import cuda as cuda_memory
 from kvtransfer.memory.cuda import CudaError, DeviceMemory, Mapping
 from kvtransfer.memory.layout import KvLayout
@@ -19,8 +19,8 @@ from kvtransfer.memory.shared import SEALS
 from kvtransfer.session.limits import AUTO, KvSettings
 from kvtransfer.transports import cuda_ipc, nccl
 from kvtransfer.transports import registry as transports
+from kvtransfer.transports.cuda_ipc import CancelFlags
 from kvtransfer.transports.transport import LocalEnd, PairBroken
-from kvtransfer.transports.unix_rendezvous import CancelFlags
 
 LAYOUT = KvLayout(layers=2, kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 UUID, HANDLE = bytes(range(16)), bytes(range(1, 65))
@@ -216,16 +216,24 @@ def test_wait_ends_with_the_process():
     os.close(descriptor)
 
 
-def test_oldest_idle_pairs_close_first():
-    """The oldest idle pairs are given up, no more than needed, and busy pairs never."""
-    pairs = [
-        PairUse(1, 10, 5.0, True),
-        PairUse(2, 10, 1.0, False),
-        PairUse(3, 10, 2.0, True),
-        PairUse(4, 10, 9.0, True),
-    ]
-    assert to_give_up(pairs, 10, 50) == []
-    assert to_give_up(pairs, 10, 49) == [3]
-    assert to_give_up(pairs, 10, 35) == [3, 1]
-    assert to_give_up(pairs, 10, 1) == [3, 1, 4], "a busy pair is never given up"
-    assert to_give_up([], 10, 1) == []
+@pytest.mark.parametrize(
+    ("limit_mib", "dropped"),
+    [(20, []), (19, [3]), (14, [3, 1]), (1, [3, 1, 4])],
+    ids=["fits", "one", "two", "all idle"],
+)
+def test_oldest_idle_pairs_close_first(limit_mib: int, dropped: list[int]) -> None:
+    """The idle pairs that were not used for longest are dropped, no more than needed, and busy pairs never."""
+    found: list[int] = []
+    used = {1: 5.0, 2: 1.0, 3: 2.0, 4: 9.0}
+    driver: Any = SimpleNamespace(
+        _settings=KvSettings(pairs_bytes=limit_mib << 20),
+        _peers={
+            one: SimpleNamespace(
+                number=one, transport="tcp", used_at=at, ready=True, sessions={1: 1} if one == 2 else {}
+            )
+            for one, at in used.items()
+        },
+        _drop=lambda peer, reason, tell_peer: found.append(peer.number),
+    )
+    TransferDriver._make_room(driver, ("tcp",))
+    assert found == dropped

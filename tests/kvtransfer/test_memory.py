@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtransfer.memory.shared import SharedMemory
-from kvtransfer.memory.window import WindowRing
+from kvtransfer.transports.shm import WindowRing
 
 
 def test_shared_memory_is_sealed_and_unnamed():

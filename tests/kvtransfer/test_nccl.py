@@ -14,7 +14,8 @@ from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.transports import nccl, nccl_communicator
-from kvtransfer.transports.side_channel import Line, RendezvousListener, call
+from kvtransfer.transports.side_channel import Line
+from kvtransfer.transports.tcp.listener import TcpListener
 from kvtransfer.transports.transport import UNWANTED, Channel, Inbox, LocalEnd, PairBroken, SegmentJob
 from tests.kvtransfer.ends import filled_pool, same_bytes
 
@@ -96,13 +97,9 @@ class End:
 
 
 def connected() -> tuple[Line, Line]:
-    rendezvous_listener = RendezvousListener("127.0.0.1")
-    lines: list[Line] = []
-    answering = threading.Thread(target=lambda: lines.append(rendezvous_listener.accept(20)))
-    answering.start()
-    ours = call("127.0.0.1", rendezvous_listener.port, rendezvous_listener.secret, 20)
-    answering.join()
-    return ours, lines[0]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        ours = socket.create_connection(listening.getsockname(), 20)
+        return Line(ours), Line(listening.accept()[0])
 
 
 class Blocked(Operation):
@@ -263,7 +260,8 @@ def test_hanging_setup_delays_no_other_pair(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     for module in (nccl, nccl_communicator):
         monkeypatch.setattr(module, "device_index", lambda device: 0)
-    local = LocalEnd(PoolRows(filled_pool(LAYOUT, 32, 1), LAYOUT), 8, SETTINGS, "127.0.0.1")
+    door = TcpListener("127.0.0.1", lambda reason: None)
+    local = LocalEnd(PoolRows(filled_pool(LAYOUT, 32, 1), LAYOUT), 8, SETTINGS, "127.0.0.1", listener=door)
     failed: list[str] = []
 
     def set_up(meet: Callable[[], Channel]) -> None:
@@ -310,55 +308,6 @@ def test_protocol_violation_breaks_pair(word):
         w.lines[0].say(*word)
         w.receiver.join()
         assert "protocol" in w.receiver.fault or "offered segment 5" in w.receiver.fault
-
-
-def test_caller_needs_the_secret():
-    """A caller with a wrong secret is not accepted as the sender."""
-    rendezvous_listener = RendezvousListener("127.0.0.1")
-    wrong = call("127.0.0.1", rendezvous_listener.port, "0" * 32, 20)
-    caught: list[str] = []
-
-    def accept() -> None:
-        try:
-            rendezvous_listener.accept(0.5)
-        except PairBroken as error:
-            caught.append(str(error))
-
-    answering = threading.Thread(target=accept)
-    answering.start()
-    answering.join(30)
-    wrong.close()
-    assert caught == ["the sender did not come in time"]
-
-
-@pytest.mark.parametrize("strangers", [12, 28])
-def test_silent_strangers_delay_no_sender(strangers):
-    """All wait in the listener's queue before it looks. A second for each of 12 would be too late.
-    Of more than are heard at once, the first to come are dropped."""
-    rendezvous_listener = RendezvousListener("127.0.0.1")
-    silent = [socket.create_connection(("127.0.0.1", rendezvous_listener.port), 20) for _ in range(strangers)]
-    ours = call("127.0.0.1", rendezvous_listener.port, rendezvous_listener.secret, 20)
-    line = rendezvous_listener.accept(5.0)
-    ours.say(7, 11)
-    assert line.await_word(7, 20) == 11
-    for one in silent:  # none is kept open
-        one.settimeout(20)
-        assert one.recv(1) == b""
-        one.close()
-    line.close()
-    ours.close()
-
-
-def test_secret_may_come_in_pieces():
-    """A secret that arrives in two pieces is accepted."""
-    rendezvous_listener = RendezvousListener("127.0.0.1")
-    ours = socket.create_connection(("127.0.0.1", rendezvous_listener.port), 20)
-    ours.sendall(rendezvous_listener.secret[:5].encode())
-    rest = threading.Timer(0.1, ours.sendall, (rendezvous_listener.secret[5:].encode(),))
-    rest.start()
-    rendezvous_listener.accept(20).close()
-    rest.join()
-    ours.close()
 
 
 def test_nccl_needs_safe_settings():

@@ -12,7 +12,7 @@ from torch import distributed
 
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.transports import nccl, rendezvous
-from kvtransfer.transports.side_channel import RendezvousListener
+from kvtransfer.transports.tcp.listener import TcpListener
 from kvtransfer.transports.transport import LocalEnd, PairBroken
 from tests.kvtransfer import gloo
 from tests.kvtransfer.ends import WAIT_S
@@ -37,22 +37,19 @@ def test_gloo_store_ends_after_meeting() -> None:
     assert torch.equal(said, heard)
 
 
-def test_nccl_store_hides_line_secret(monkeypatch) -> None:
-    """The store of an NCCL pair never holds the secret of its line."""
-
-    def nobody(rendezvous_listener: RendezvousListener, timeout_s: float) -> None:
-        doors.append(rendezvous_listener)
-        raise PairBroken("nobody")
-
-    doors: list[RendezvousListener] = []
-    monkeypatch.setattr(RendezvousListener, "accept", nobody)
+def test_nccl_store_hides_line_secret() -> None:
+    """The store of an NCCL pair never holds the token or key of its line."""
     rows: Any = SimpleNamespace(device=torch.device("cpu"))
-    listener = nccl._Listener(LocalEnd(rows, 8, KvSettings(), "127.0.0.1"))
+    door = TcpListener("127.0.0.1", lambda reason: None)
+    listener = nccl.Nccl().listen(LocalEnd(rows, 8, KvSettings(), "127.0.0.1", listener=door))
+    assert isinstance(listener, nccl._Listener)
     store = distributed.HashStore()  # type: ignore[attr-defined]
-    with pytest.raises(PairBroken):
-        listener._make(store, rendezvous.RECEIVER_RANK, "127.0.0.1", WAIT_S)
+    with pytest.raises(PairBroken, match="did not come in time"):
+        listener._make(store, rendezvous.RECEIVER_RANK, "127.0.0.1", 0.1)
+    door.close()
     held = [entry for key in store.list_keys() for entry in (key.encode(), store.get(key))]
-    secret = doors[0].secret
-    doors[0].close()
-    assert secret == listener.meeting.key.hex() and len(secret) == 32
-    assert held and not any(secret.encode() in entry for entry in held)
+    told = listener.meeting
+    assert len(told.token) == 16 and len(told.key) == 32
+    assert held and not any(
+        secret in entry for entry in held for secret in (told.token, told.key, told.key.hex().encode())
+    )

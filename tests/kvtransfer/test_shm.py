@@ -20,8 +20,7 @@ from kvtransfer.memory.pool import PoolRows
 from kvtransfer.memory.shared import SharedMemory
 from kvtransfer.session.limits import WINDOW_SEGMENTS_MAX
 from kvtransfer.session.session import KvFailed, KvSent
-from kvtransfer.transports import shm
-from kvtransfer.transports import unix_rendezvous as shm_meeting
+from kvtransfer.transports import cuda_ipc, shm
 from kvtransfer.transports import unix_socket as shm_socket
 from kvtransfer.transports.shm import _HELLO, _MAGIC, ShmReceives, ShmWriter, mapped_window, pack_places, unpack_places
 from kvtransfer.transports.transport import LocalEnd, PairBroken
@@ -78,7 +77,7 @@ def test_failed_hello_leaves_no_descriptor(monkeypatch):
         lifeline, theirs = os.pipe()
         monkeypatch.setattr(os, "memfd_create", no_more)
         with pytest.raises(OSError, match="too many"):
-            shm_meeting.send_hello(one, b"", [], theirs)
+            cuda_ipc.send_hello(one, b"", [], theirs)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(theirs)
         os.close(lifeline)

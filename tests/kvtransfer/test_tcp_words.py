@@ -19,7 +19,7 @@ from kvtransfer.transports.tcp.handshake import (
     verify_answer,
     verify_hello,
 )
-from kvtransfer.transports.tcp.pending import PendingConnections, pending_limit
+from kvtransfer.transports.tcp.listener import pending_limit
 from kvtransfer.transports.tcp.segments import RECORD_BYTES, record_bytes_max, records_of
 
 TOKEN, KEY, SENDER_NONCE, RECEIVER_NONCE = bytes(range(16)), bytes(range(32)), b"s" * 16, b"r" * 16
@@ -67,28 +67,6 @@ def test_reflected_proof_is_refused() -> None:
         verify_answer(SENDER_NONCE + heard.proof, TOKEN, KEY, SENDER_NONCE)
     with pytest.raises(HandshakeFailed):
         verify_hello(heard, os.urandom(KEY_BYTES))
-
-
-@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "expire"]), st.floats(0, 3))))
-def test_oldest_pending_connection_goes_first(steps: list[tuple[str, float]]) -> None:
-    """Pending connections are bounded in number and time, and the oldest is dropped first."""
-    pending: PendingConnections[int] = PendingConnections(3, 2.0)
-    there: list[tuple[int, float]] = []
-    now = 0.0
-    for number, (step, later_s) in enumerate(steps):
-        now += later_s
-        if step == "add":
-            there.append((number, now + 2.0))
-            assert pending.add(number, now) == [one for one, _ in there[:-3]]
-            there = there[-3:]
-        elif step == "remove" and there:
-            pending.remove(there.pop(0)[0])
-        elif step == "expire":
-            assert pending.pop_expired(now) == [one for one, until in there if until <= now]
-            there = [(one, until) for one, until in there if until > now]
-        assert len(pending) == len(there)
-        assert pending.next_deadline() == (there[0][1] if there else None)
-    assert pending.pop_all() == [one for one, _ in there]
 
 
 def test_strangers_get_few_descriptors() -> None:

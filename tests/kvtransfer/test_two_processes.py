@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtransfer.owners import ReceiverOwner
+from kvtransfer.ports import ReceiverOwner
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
 from kvtransfer.session.session import KvFailed, KvSent, OfferAccepted

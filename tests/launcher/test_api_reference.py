@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from gateway.openai.not_served import NEUTRAL_ONLY
-from gateway.openai.request_types import ChatRequest
+from gateway.openai.request_types import NEUTRAL_ONLY, ChatRequest
 from tools import api
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"

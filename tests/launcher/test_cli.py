@@ -76,7 +76,7 @@ def test_impossible_settings_exit_at_once(arguments: tuple[str, ...], expected: 
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("module", ["coordinator", "gateway", "prefill_worker", "decode_worker"])
+@pytest.mark.parametrize("module", ["coordinator", "gateway", "prefill_worker", "decode_worker", "worker"])
 def test_each_role_module_has_help(module: str) -> None:
     """Each role is a module whose --help has its options, without --role."""
     done = subprocess.run(

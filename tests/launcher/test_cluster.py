@@ -118,11 +118,11 @@ def test_wildcard_host_gives_a_loopback_url() -> None:
 
 def test_options_reach_the_processes() -> None:
     """Options of a process that `crossdock serve` is given reach every process that has them, and are checked first."""
-    given = {"allowed_hosts": "a.example", "max_seqs": "3", "step_ms": "100", "heartbeat_ms": "900", "kv_gib": "1"}
+    given = {"allowed_hosts": "a.example", "max_seqs": "3", "step_tokens": "100", "heartbeat_ms": "900", "kv_gib": "1"}
     cluster = build(load(EveryServeOption, given | {"port": "0", "access_log": False}))
     shown = {spec.name: " ".join(spec.arguments) for spec in cluster.processes}
     assert "--allowed-hosts a.example" in shown["gateway-0"] and "--no-access-log" in shown["gateway-0"]
-    assert "--step-ms 100" in shown["coordinator"] and "--max-seqs" not in shown["coordinator"]
+    assert "--step-tokens 100" in shown["coordinator"] and "--max-seqs" not in shown["coordinator"]
     assert all("--max-seqs 3" in shown[name] and "--kv-gib 1" in shown[name] for name in ("prefill-0", "decode-0"))
     assert all("--heartbeat-ms 900" in one for one in shown.values())
     with pytest.raises(SettingsError, match="--served-model-name"):

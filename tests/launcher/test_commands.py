@@ -173,4 +173,4 @@ def test_queue_wait_options_are_in_seconds() -> None:
     named = {
         key for command in COMMANDS.values() for key in command.settings_class().model_fields if "queue_wait" in key
     }
-    assert named == {"queue_wait_s", "queue_wait_s_max"}
+    assert named == {"queue_wait_s_max"}

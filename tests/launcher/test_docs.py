@@ -185,7 +185,16 @@ def test_options_in_prose_exist() -> None:
         assert not {one for one in named if one not in known}, path
 
 
-MESSAGES_OF_ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker", "engine", "kvtransfer", "runtime")
+MESSAGES_OF_ROLES = (
+    "coordinator",
+    "gateway",
+    "prefill_worker",
+    "decode_worker",
+    "engine",
+    "kvtransfer",
+    "runtime",
+    "worker",
+)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 ABOUT_FLIP = {"--force", "--undo"}  # options of `crossdock flip` in answers that the coordinator gives to it
 

@@ -20,7 +20,6 @@ from launcher.local.core_plan import PREFILL_NICE, plan_cpu
 from launcher.tuning import check as tune_check
 from launcher.tuning import tune
 from launcher.tuning.settings import TuneCheckSettings
-from launcher.worker_roles import MixedPoolTooSmall, Roles, split
 from proto.messages import Role
 from runtime.settings.command_line import parse as parse_options
 from runtime.settings.options import SettingsError
@@ -31,6 +30,7 @@ from tests.launcher.built import build
 from tests.tuning.profiles import GPU
 from tuning.advise import Workers
 from tuning.search import Candidate
+from worker.process import MixedPoolTooSmall, engine_shares, split
 
 FILE = """
 insecure = true
@@ -88,15 +88,14 @@ def test_mixed_name_and_address_are_checked() -> None:
 
 def test_unfit_mixed_worker_names_the_option() -> None:
     """A worker that cannot be mixed is refused with the option that is the cause."""
-    roles = Roles(("nccl",), None)
     settings = WorkerSettings(role="decode", model="m", kv_transport="nccl")
     with pytest.raises(WrongTransport, match="nccl does not work within one process") as refused:
-        roles.shares(engine(1000, 1600), Role.MIXED, settings)
+        engine_shares(engine(1000, 1600), Role.MIXED, settings, ("nccl",))
     assert refused.value.option == "--kv-transport"
     whole = engine(199, 1600)
-    assert roles.shares(whole, Role.PREFILL, settings) == {Role.PREFILL: whole}
+    assert engine_shares(whole, Role.PREFILL, settings, ("nccl",)) == {Role.PREFILL: whole}
     with pytest.raises(MixedPoolTooSmall):
-        Roles(("shm",), None).shares(whole, Role.MIXED, settings)
+        engine_shares(whole, Role.MIXED, settings, ("shm",))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ def test_mixed_worker_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [spec.name for spec in workers] == ["mixed-0", "mixed-1"] and len(built.processes) == 4
     for spec, core in zip(workers, "01", strict=True):
         at = spec.arguments.index("-m")
-        assert spec.arguments[at + 1] == "launcher.mixed_worker"
+        assert spec.arguments[at + 1] == "worker"
         settings = parse_options(WorkerSettings, [*spec.arguments[at + 2 :], "--role", "mixed"])
         assert settings.role == "mixed" and Role(settings.role).registers_as == (Role.PREFILL, Role.DECODE)
         assert (settings.cpu_cores, settings.nice) == (core, PREFILL_NICE)
@@ -166,7 +165,7 @@ def test_cluster_file_places_mixed_last() -> None:
     assert [process.environment["CUDA_VISIBLE_DEVICES"] for process in mixed] == ["2", "3"]
     ports = [process.settings.kv_bind.rpartition(":")[2] for process in (found["a.decode-0"], *mixed)]  # type: ignore[attr-defined]
     assert len(set(ports)) == 3
-    assert {process.module for process in mixed} == {"launcher.mixed_worker"}
+    assert {process.module for process in mixed} == {"worker"}
     assert [process.settings.max_seqs for process in (found["a.decode-0"], *mixed)] == [64, 7, 7]  # type: ignore[attr-defined]
     alone = parse(FILE.format(workers="1M", gpus="[0]"), Path("/"))
     assert not incomplete(alone)
@@ -181,7 +180,7 @@ def test_mixed_unit_has_both_roles_keys() -> None:
     plan = plan_host(parse(FILE.format(workers="1M", gpus="[0]"), Path("/")), "a", "/m")
     files = units.render(plan, Installed("/bin/python", (), "/opt", "/etc/crossdock/keys", keys))
     text = files[f"{units.UNITS}/crossdock-mixed@.service"]
-    assert "-m launcher.mixed_worker" in text
+    assert "-m worker" in text
     for role in names:
         assert (f"LoadCredential={role}.key_secret" in text) is (role in ("prefill", "decode"))
     assert all(units.is_ours(path) for path in files if "mixed" in path)

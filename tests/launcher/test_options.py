@@ -31,7 +31,7 @@ def test_option_sources_have_an_order(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("CROSSDOCK_HOST", "environment")
     settings = load(GatewaySettings, {"host": "flag"}, str(file))
     assert (settings.host, settings.port, settings.model, settings.body_bytes_max) == ("flag", 2, "file", 4096)
-    assert settings.queue_wait_s == 10.0
+    assert settings.drain_timeout_s == 20.0
     monkeypatch.setenv("CROSSDOCK_CONFIG", str(file))
     assert load(WorkerSettings, {"role": "decode", "model": "x"}).threads == 3
 

@@ -316,7 +316,7 @@ tenant = "acme"
 priority_class = "later"
 [coordinator]
 kv_overcommit = 2
-bypasses_max = 5
+tenant_queue_max = 5
 [priority_classes.first]
 weight = 3
 [priority_classes.later]
@@ -338,7 +338,7 @@ for_s = 7.5
     assert streams == {("chat", "acme/ann", "first"), ("acme", "acme", "later")}
     policy = workload.tenants.policy("acme/ann")
     assert policy is not None and policy.levels[0].limits.concurrency == 4 and policy.organisation_weight == 2
-    assert workload.limits.kv_overcommit == 2 and workload.limits.bypasses_max == 5
+    assert workload.limits.kv_overcommit == 2 and workload.limits.tenant_queue_max == 5
     assert workload.failures == (PlannedFailure(1.0, "prefill-0", "slow", 3.0, for_s=7.5),)
 
 

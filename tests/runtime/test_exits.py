@@ -67,17 +67,16 @@ def test_signal_during_load_ends_worker() -> None:
     """A signal while the model loads ends the worker at once."""
     process = start("""
         import threading
-        from concurrent.futures import ThreadPoolExecutor
         from runtime.process.exits import leave
         from runtime.settings.workers import WorkerSettings
-        from runtime.worker.process import run_worker
+        from worker import process
 
-        def load():
+        def load(*_, **options):
             print("loading", flush=True)
             threading.Event().wait()
 
-        settings = WorkerSettings(role="decode", model="m", log_format="json")
-        leave(run_worker(settings, thread=ThreadPoolExecutor(1), load=load, be_nice=None, make_role=None, shares=None))
+        process.load_engine = load
+        leave(process.run_worker(WorkerSettings(role="decode", model="m", log_format="json")))
     """)
     assert process.stdout is not None and process.stdout.readline() == "loading\n"
     process.send_signal(signal.SIGTERM)

@@ -13,7 +13,7 @@ from scheduler.lifecycle import RequestState, Trigger
 from scheduler.limits import SchedulerLimits
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import worker_of
 from tests.coordinator.world import worker_hello
 
 PREFILL_TOKENS_PER_S = 10_000.0
@@ -40,7 +40,7 @@ class VirtualWorkers:
         for incarnation in (*range(10, 10 + prefill), *range(100, 100 + decode)):
             role = Role.PREFILL if incarnation < 100 else Role.DECODE
             hello = worker_hello(role, incarnation, **capacity)  # type: ignore[arg-type]
-            self.scheduler.worker_up(Worker.from_hello(hello), 0.0)
+            self.scheduler.worker_up(worker_of(hello), 0.0)
         self.scheduler.cluster.refresh_eligibility("m", 0.0)
 
     def submit(self, submit: Submit, at: float) -> None:
@@ -113,5 +113,5 @@ class VirtualWorkers:
         decode, tokens = self.scheduler.cluster.workers[request.decode_incarnation], request.submit.sampling.max_tokens
         self.scheduler.cluster.release(decode, request.key)
         self.scheduler.finished(request, decode, tokens, self.now)
-        self.scheduler.end(request, Trigger.FINISH, tokens, self.now)
+        self.scheduler.cluster.end(request, Trigger.FINISH, tokens, self.now)
         self.finished.append(request)

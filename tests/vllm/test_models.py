@@ -20,7 +20,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen3_moe": {},
 }
-WIDE = {"head_dim": 32, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE = {
+    "head_dim": 32,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
@@ -53,7 +59,10 @@ def test_two_ranks_give_the_same_tokens(vllm_python: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--speculative-config", '{"method":"ngram","num_speculative_tokens":2}'), "--speculative-config cannot be used"),
+        (
+            ("--speculative-config", '{"method":"ngram","num_speculative_tokens":2}'),
+            "--speculative-config cannot be used",
+        ),
         (("--max-num-seqs", "3"), "--max-num-seqs is crossdock's own --max-seqs"),
         (("--no-such-option",), "--no-such-option"),
         (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size cannot be used"),

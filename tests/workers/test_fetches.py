@@ -17,8 +17,8 @@ from proto.codec import pack_tokens
 from proto.kv import NO_FIRST_TOKENS, Commit, Fetch, FetchRefused, Offer
 from proto.messages import CacheMiss, Chunk, Destination, Message, Prefill, Release, Released, Reserve, Step, StepDone
 from proto.sampling import Sampling
-from runtime.worker.ports import TakeChanges
 from tests.workers.test_batch import BLOCK
+from worker.ports import TakeChanges
 
 PREFILL, DECODE, GATEWAY = 9, 2, 1
 PROMPT = tuple(range(1, 4 * BLOCK + 2))

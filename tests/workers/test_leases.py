@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from decode_worker.leases import check_invariants, leases
 from decode_worker.requests import Phase
 from kvtransfer.session.limits import KvSettings
 from kvtransfer.session.receiver import ReceiverSession
@@ -25,6 +24,7 @@ from kvtransfer.session.session import (
 from proto.errors import Interrupt
 from proto.kv import Abort, Announce, Commit, FirstToken, Offer
 from proto.messages import Released, WorkFailed
+from tests.workers.leases import check_invariants, leases
 from tests.workers.test_batch import BLOCK, STOP_TOKEN, World, reserve
 
 PEER = 9

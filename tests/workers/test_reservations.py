@@ -9,8 +9,8 @@ from engine.kv.allocator import BlockAllocator
 from kvtransfer.session.session import OfferAccepted
 from proto.kv import Commit, FirstToken, Offer
 from proto.messages import Destination, Message, Release, Released, WorkFailed
-from runtime.worker.ports import TakeChanges
 from tests.workers.test_batch import BLOCK, reserve
+from worker.ports import TakeChanges
 
 PREFILL_INCARNATION = 9
 LOST_AT = 100.0

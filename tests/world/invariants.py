@@ -6,6 +6,9 @@ from coordinator.core import Core
 from scheduler.lifecycle import ON_WORKERS, TERMINAL, RequestState
 from scheduler.request import RETAINED
 from scheduler.waiting.queue_keys import bound_key
+from scheduler.waiting.tenant_work import UNCOMPUTED, WAITING
+from scheduler.workers.worker import DecodeWorker
+from tests.coordinator.consistent import check_room, check_sessions, held_streams
 
 
 def check(core: Core, *, honest: bool = True) -> None:
@@ -13,6 +16,8 @@ def check(core: Core, *, honest: bool = True) -> None:
     registered with attempts at requests that came later."""
     for worker in core.cluster.workers.values():
         worker.check_invariants()
+        if isinstance(worker, DecodeWorker):
+            check_room(worker.admission)
         assert len(worker.steps) <= core.limits.steps_in_flight
         assert worker.draining == (worker.incarnation in core.cluster.draining)
         assert all(
@@ -34,11 +39,11 @@ def check(core: Core, *, honest: bool = True) -> None:
     assert len(queued) == len(set(queued))
     for queue in core.cluster.queues.values():
         requests = [r for r in core.cluster.requests.values() if core.cluster.queues[r.submit.model] is queue]
-        assert queue.work_ahead.work == sum(request.uncomputed_tokens for request in requests)
-        assert queue.projection.waiting.work == sum(request.work for request in queue)
+        assert queue.line.work.total(UNCOMPUTED) == sum(request.uncomputed_tokens for request in requests)
+        assert queue.line.work.total(WAITING) == sum(request.work for request in queue)
         assert queue.projection.placed.held == sum(request.placed_work for request in requests)
         assert all(bool(request.placed_work) == (request.state in ON_WORKERS) for request in requests)
-        assert queue.backlog.tokens == sum(request.submit.prompt_tokens for request in queue)
+        assert queue.line.tokens == sum(request.submit.prompt_tokens for request in queue)
         for request in queue:
             pool = core.cluster.pools[request.submit.model]
             has_turn = request.entry is not None or not pool.could_place(request.submit)
@@ -50,8 +55,8 @@ def check(core: Core, *, honest: bool = True) -> None:
             for request in worker.bound.values():
                 assert request.entry is not None and request.entry.key == bound_key(worker.incarnation)
                 assert request.state is RequestState.QUEUED and request.attempt_progress.bound_to == worker.incarnation
-        assert pool.shares.streams() == {
-            (worker.incarnation, key): worker.stream(allocation.seqs, worker.admission.demand(key))  # type: ignore[union-attr, arg-type]
+        assert held_streams(pool.shares) == {
+            (worker.incarnation, key): worker.stream(allocation.seqs, worker.admission.demand(key))  # type: ignore[arg-type]
             for worker in pool.decode.values()
             for key, allocation in worker.allocations.items()
             if allocation.path
@@ -98,4 +103,4 @@ def _check_pools(core: Core) -> None:
         turns = (r.turn for r in core.cluster.requests.values() if r.turn is not None and r.submit.model == model)
         contexts = [worker.capacity.context_tokens for worker in (*pool.prefill.values(), *pool.decode.values())]
         assert pool.context_tokens == min(contexts, default=pool.context_tokens)
-        pool.sessions.check_invariants(Counter(turn.session for turn in turns))
+        check_sessions(pool.sessions, Counter(turn.session for turn in turns))

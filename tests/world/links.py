@@ -1,5 +1,5 @@
 """Links over the simulated network: a thin model of `runtime.link.server`, `runtime.link.connection_pool` and
-`runtime.worker.registration`, whose code is bound to sockets and an event loop. The rules are the same: Hello comes first and
+`worker.registration`, whose code is bound to sockets and an event loop. The rules are the same: Hello comes first and
 once; each link has a version and an incarnation; one connection is one link, and its loss is reported once. A client comes
 back with a new connection and a new Hello. Messages to a link that is gone are lost. Single heartbeats are not sent:
 `Network.suspect` knows which processes would miss them.

@@ -7,10 +7,10 @@ from coordinator.state import State
 from engine.kv.allocator import BlockAllocator
 from proto.drain import Drained
 from proto.messages import Role
-from runtime.worker.changeover import Changeover
-from runtime.worker.service import Service
 from scheduler.workers.worker import Worker
 from tests.world.planted import Planted
+from worker.changeover import Changeover
+from worker.service import Service
 
 BUGS = Planted()
 bug = BUGS.add

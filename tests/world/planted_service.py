@@ -17,19 +17,19 @@ from gateway.streams.state import StreamPhase, Submission
 from gateway.streams.types import SendSubmit, StreamLimits
 from proto.errors import Interrupt
 from proto.messages import Release, Submit, TokenItem
-from runtime.worker.service import Service
 from scheduler.cluster import Cluster
 from scheduler.fairness.held_shares import HeldShares
 from scheduler.lifecycle import RequestState
-from scheduler.placement import decide
+from scheduler.placement import pairs, steps
 from scheduler.request import Request
 from scheduler.waiting.projection import Projection
 from scheduler.waiting.retries import RetryBudget
 from scheduler.workers.circuit_breakers import Breakers
 from scheduler.workers.pool import Pool
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import DecodeWorker, PrefillWorker, WorkerBase
 from tests.world.faults.ledger import CheckedLedger
 from tests.world.planted import Planted
+from worker.service import Service
 
 BUGS = Planted()
 bug = BUGS.add
@@ -161,7 +161,7 @@ def a_cancel_forgets_the_decode_side(m: pytest.MonkeyPatch) -> None:
 
     def release(self: state.State, key: tuple[str, int]) -> None:
         for worker in self.cluster.workers.values():
-            if key in worker.allocations and worker.admission is None:
+            if key in worker.allocations and not worker.is_decode:
                 self.send(worker.incarnation, Release(*key))
 
     m.setattr(state.State, "release_everywhere", release)
@@ -225,16 +225,16 @@ def a_lost_gateway_is_not_cancelled(m: pytest.MonkeyPatch) -> None:
 @bug
 def steps_in_flight_are_not_counted_down(m: pytest.MonkeyPatch) -> None:
     """After two steps a prefill worker gets nothing more."""
-    original = Worker.end_step
+    original = WorkerBase.end_step
 
-    def end_step(self: Worker, step_id: int) -> Any:
+    def end_step(self: WorkerBase, step_id: int) -> Any:
         kept = self.steps.get(step_id)
         asked = original(self, step_id)
         if kept is not None:
             self.steps[step_id] = kept
         return asked
 
-    m.setattr(Worker, "end_step", end_step)
+    m.setattr(WorkerBase, "end_step", end_step)
 
 
 @bug
@@ -305,11 +305,11 @@ def an_expired_wait_for_a_resume_is_never_noticed(m: pytest.MonkeyPatch) -> None
 def a_worker_that_is_drained_gets_more(m: pytest.MonkeyPatch) -> None:
     """It never becomes empty, and is killed with streams on it."""
 
-    def room(request: Request, prefill: Worker, pool: Pool, now: float) -> Worker | None:
+    def pair(request: Request, prefill: PrefillWorker, pool: Pool, now: float) -> pairs.Pair | None:
         fits = [worker for worker in pool.decode.values() if worker.fits(request.submit)]
-        return fits[0] if fits and prefill.fits(request.submit) else None
+        return pairs.Pair(prefill, fits[0], pairs.Beginning(0)) if fits and prefill.fits(request.submit) else None
 
-    m.setattr(decide, "room", room)
+    m.setattr(steps, "pair", pair)
 
 
 @bug
@@ -400,7 +400,7 @@ def what_has_left_still_counts_as_placed(m: pytest.MonkeyPatch) -> None:
 def room_in_decode_is_asked_for_sequences_alone(m: pytest.MonkeyPatch) -> None:
     """More is let in than the blocks last for."""
 
-    def fits(self: Worker, submit: Submit, *_: Any, **__: Any) -> bool:
+    def fits(self: DecodeWorker, submit: Submit, *_: Any, **__: Any) -> bool:
         return submit.choices <= self.free_seqs
 
-    m.setattr(Worker, "fits", fits)
+    m.setattr(DecodeWorker, "fits", fits)

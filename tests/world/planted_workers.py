@@ -15,9 +15,9 @@ from prefill_worker.core import PrefillCore
 from prefill_worker.prompts import PrefillRequest, PromptTable
 from proto.messages import Released, TokenItem, Tokens
 from proto.parts import Returns
-from runtime.worker import step_watch
-from runtime.worker.step_watch import StepWatch
 from tests.world.planted import Planted
+from worker import step_watch
+from worker.step_watch import StepWatch
 
 BUGS = Planted()
 bug = BUGS.add

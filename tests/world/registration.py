@@ -1,4 +1,4 @@
-"""A simulated worker's standing link to the coordinator: a thin model of `runtime.worker.registration`."""
+"""A simulated worker's standing link to the coordinator: a thin model of `worker.registration`."""
 
 from collections.abc import Callable
 
@@ -8,14 +8,14 @@ from proto.drain import Drained, Draining, Flip, FlipFailed
 from proto.limits import MAX_CACHE_CHANGES
 from proto.messages import CacheEvents, Hello, Message
 from proto.parts import Held
-from runtime.worker.changeover import Changeover
-from runtime.worker.service import Service
 from tests.world.links import Client, Link, OnMessage
 from tests.world.world import SimulatedProcess
+from worker.changeover import Changeover
+from worker.service import Service
 
 
 class SimulatedRegistration:
-    """A worker's standing link to the coordinator; as `runtime.worker.registration.SimulatedRegistration`."""
+    """A worker's standing link to the coordinator; as `worker.registration.SimulatedRegistration`."""
 
     def __init__(
         self,

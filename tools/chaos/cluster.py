@@ -37,7 +37,13 @@ MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
 START_S = 120.0
 STOP_S = 30.0
 ASK_EVERY_S = 0.05
-_PRELOAD = ["launcher.worker_roles", "gateway.main", "transformers.models.llama.modeling_llama"]
+_PRELOAD = [
+    "worker.process",
+    "prefill_worker.worker",
+    "decode_worker.worker",
+    "gateway.main",
+    "transformers.models.llama.modeling_llama",
+]
 _FORK = multiprocessing.get_context("forkserver")
 _PR_SET_PDEATHSIG, _CLONE_NEWUTS, _CLONE_NEWNET = 1, 0x04000000, 0x40000000
 

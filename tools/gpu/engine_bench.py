@@ -21,8 +21,7 @@ import torch
 
 from engine.attention.forward_batch import SeqChunk
 from engine.attention.interface import AttentionCall
-from engine.gpu.choose import make_ops
-from engine.gpu.ops import Ops, TorchOps
+from engine.gpu.ops import Ops, TorchOps, make_ops
 from engine.gpu.runner import GpuRunner
 from engine.gpu.weights import DecoderWeights, LayerWeights, Product
 from engine.pipeline import DecodeRow

@@ -6,7 +6,7 @@ A simplified prefix cache: blocks of one worker in the order of use, as many as 
 
 from collections.abc import Sequence
 
-from scheduler.score import PrefillSide, Weights, prefill_s
+from scheduler.score import Weights, prefill_s
 from tuning.simulator.job import SimulatedRequest
 from tuning.simulator.prefill import SimulatedPrefillWorker
 
@@ -53,7 +53,7 @@ def better_worker(
         if there <= here:
             continue
         if best_s is None:
-            best_s = _score(job, asks, here, tokens_per_s, waiting, weights) - weights.margin_s
+            best_s = _score(job, asks, here, tokens_per_s, waiting, weights)
         there_s = _score(job, worker, there, tokens_per_s, waiting, weights)
         if there_s < best_s:
             best, best_s = worker, there_s
@@ -68,5 +68,5 @@ def _score(
     waiting: float,
     weights: Weights,
 ) -> float:
-    side = PrefillSide(worker.tokens_in_flight + worker.undispatched, tokens_per_s, cached, worker.fullness, 0.0, "")
-    return prefill_s(job.prompt, side, weights, waiting)
+    before, uncached = worker.tokens_in_flight + worker.undispatched, job.prompt - cached
+    return prefill_s(before, uncached, uncached, tokens_per_s, worker.fullness, weights, waiting)

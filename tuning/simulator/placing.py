@@ -8,9 +8,9 @@ from math import inf
 import msgspec
 
 from engine.kv.split import prefill_blocks
-from scheduler.placement.decide import MOVES_MAX
-from scheduler.placement.fetch import ROUND_TRIP_S
+from scheduler.placement.steps import MOVES_MAX
 from scheduler.waiting.queue_keys import class_key, classes_without_room, is_class
+from scheduler.workers.worker import ROUND_TRIP_S
 from tuning.advise import Workers
 from tuning.profile import Profile
 from tuning.simulator.batch import SimulatedBatch
@@ -182,7 +182,7 @@ class Placing(ABC):
         decode.kept.take(job.sent.session)
 
     def _runs_on_decode(self, job: SimulatedRequest, waiting: int) -> bool:
-        """Decides as `scheduler.placement.suffix`: the decode worker that has most of a prompt computes the rest, if it
+        """Decides as `scheduler.placement.pairs`: the decode worker that has most of a prompt computes the rest, if it
         would finish before any prefill worker. `waiting`: requests ahead of this one at the prefill workers."""
         share, best, best_s = self.options.stall_share, None, inf
         if not share or not job.sent.session:

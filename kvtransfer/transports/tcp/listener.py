@@ -3,10 +3,12 @@ connections.
 
 A connection has to say the hello of a pair that is expected (`handshake`) within `HELLO_TIMEOUT_S`, and is handed to that
 pair's thread then. All connections that have not done so are served by one selector, so none of them can hold up another one,
-and there are never more than `pending_limit` of them. If descriptors run out, unauthenticated connections are closed first.
+and there are never more than `pending_limit` of them. If there is no room or no descriptor for one more, the oldest is closed:
+a sender sends its hello at once, so the oldest connection is the least likely to be a sender.
 """
 
 import errno
+import math
 import os
 import queue
 import resource
@@ -15,19 +17,22 @@ import selectors
 import socket
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Final
 
 from kvtransfer.transports.tcp.handshake import (
     HELLO_BYTES,
     KEY_BYTES,
+    NONCE_BYTES,
     TOKEN_BYTES,
     HandshakeFailed,
     TcpHello,
+    answer,
     read_hello,
+    record_key,
     verify_hello,
 )
-from kvtransfer.transports.tcp.pending import PendingConnections, pending_limit
 from kvtransfer.transports.transport import PairBroken
 
 HELLO_TIMEOUT_S: Final = 2.0
@@ -36,6 +41,11 @@ _ACCEPTED_AT_ONCE: Final = 16
 _PAUSE_S: Final = 0.1  # without accepting: no descriptor is left, and no stranger to close
 _NO_ROOM: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _JOIN_S: Final = 5.0
+
+
+def pending_limit(descriptors: int, most: int = 64) -> int:
+    """How many may wait in a process that may have so many descriptors: never more than an eighth of them."""
+    return max(1, min(most, descriptors // 8))
 
 
 class Expected:
@@ -85,8 +95,10 @@ class TcpListener:
         self._wake = -1
         self._closed = False
         self._selector: selectors.BaseSelector
-        self._said: dict[socket.socket, bytearray] = {}
-        self._pending: PendingConnections[socket.socket]
+        self._pending: OrderedDict[socket.socket, tuple[float, bytearray]] = OrderedDict()
+        """Connections that have not said their hello: the time until which they may, and what they have said. In the order of
+        their arrival."""
+        self._pending_max = pending_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         self._resume_at: float | None = None
 
     # --- from the threads of pairs ---
@@ -102,8 +114,22 @@ class TcpListener:
             port: int = listening.getsockname()[1]
         return expected, port
 
+    def accept(self, expected: Expected, timeout_s: float) -> tuple[socket.socket, bytes]:
+        """Wait for the pair's sender. Returns its connection, on which both ends have proved the key, and the key of its
+        records. The token is then invalid. Raises `PairBroken` or `OSError`."""
+        try:
+            connected, said = expected.wait(timeout_s)
+        finally:
+            self.forget(expected)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        try:
+            connected.sendall(answer(said, expected.key, nonce))
+        except OSError:
+            connected.close()
+            raise
+        return connected, record_key(expected.key, said.nonce, nonce)
+
     def forget(self, expected: Expected) -> None:
-        """Make the pair's token invalid."""
         with self._lock:
             self._expected.pop(expected.token, None)
         expected.close()
@@ -122,8 +148,6 @@ class TcpListener:
         family = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)[0][0]
         listening = socket.socket(family, socket.SOCK_STREAM)
         wake = -1
-        limit = pending_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        self._pending = PendingConnections(limit, HELLO_TIMEOUT_S)
         thread = threading.Thread(target=self._run, args=(listening,), name="kv-tcp-listener", daemon=True)
         try:
             listening.bind((self.host, 0))
@@ -163,9 +187,9 @@ class TcpListener:
             self._socket = self._thread = self._resume_at = None
             os.close(self._wake)
             self._wake = -1
-            self._said.clear()
-            for connection in self._pending.pop_all():
+            for connection in self._pending:
                 connection.close()
+            self._pending.clear()
             self._selector.close()
             listening.close()
             expected, self._expected = self._expected, {}
@@ -173,17 +197,17 @@ class TcpListener:
             each.abandon(why)
 
     def _serve(self, listening: socket.socket) -> None:
-        """Wait for something to happen, and deal with it."""
-        times = [at for at in (self._pending.next_deadline(), self._resume_at) if at is not None]
-        ready = self._selector.select(max(0.0, min(times) - time.monotonic()) if times else None)
+        oldest = next(iter(self._pending.values()), (math.inf, None))[0]
+        next_at = oldest if self._resume_at is None else min(oldest, self._resume_at)
+        ready = self._selector.select(None if next_at == math.inf else max(0.0, next_at - time.monotonic()))
         now = time.monotonic()
         for key, _ in ready:
             connection = key.fileobj
             if connection is listening:
                 self._accept(listening, now)
-            elif isinstance(connection, socket.socket) and connection in self._said:
+            elif isinstance(connection, socket.socket) and connection in self._pending:
                 self._hear(connection)
-        for connection in self._pending.pop_expired(now):
+        for connection in [one for one, (until, _) in self._pending.items() if until <= now]:
             self._turn_away(connection, "it did not say its hello in time")
         if self._resume_at is not None and now >= self._resume_at:
             self._resume_at = None
@@ -198,20 +222,20 @@ class TcpListener:
             except OSError as error:
                 if error.errno not in _NO_ROOM:
                     continue  # this connection ended before it was accepted
-                if not len(self._pending):
+                if not self._pending:
                     self._selector.unregister(listening)
                     self._resume_at = now + _PAUSE_S
                     return
-                self._turn_away(self._pending.pop_oldest(), "there was no descriptor left for others")
+                self._turn_away(next(iter(self._pending)), "there was no descriptor left for others")
                 continue
             connection.setblocking(False)
             self._selector.register(connection, selectors.EVENT_READ)
-            self._said[connection] = bytearray()
-            for oldest in self._pending.add(connection, now):
-                self._turn_away(oldest, "too many connections were silent")
+            self._pending[connection] = (now + HELLO_TIMEOUT_S, bytearray())
+            if len(self._pending) > self._pending_max:
+                self._turn_away(next(iter(self._pending)), "too many connections were silent")
 
     def _hear(self, connection: socket.socket) -> None:
-        said = self._said[connection]
+        _, said = self._pending[connection]
         try:
             said += connection.recv(HELLO_BYTES - len(said)) or self._ended()
             if len(said) < HELLO_BYTES:
@@ -225,12 +249,10 @@ class TcpListener:
         except BlockingIOError:
             return
         except (OSError, HandshakeFailed) as error:
-            self._pending.remove(connection)
             self._turn_away(connection, str(error))
             return
-        self._pending.remove(connection)
         self._selector.unregister(connection)
-        del self._said[connection]
+        del self._pending[connection]
         with self._lock:
             if self._expected.pop(hello.token, None) is None:  # given up in this moment
                 connection.close()
@@ -241,8 +263,7 @@ class TcpListener:
         raise HandshakeFailed("it ended before its hello was said")
 
     def _turn_away(self, connection: socket.socket, reason: str) -> None:
-        """Close a connection that is not pending any more."""
         self._selector.unregister(connection)
-        del self._said[connection]
+        del self._pending[connection]
         connection.close()
         self._on_stranger(reason)

@@ -47,7 +47,6 @@ def sub_blocks_together(sub_block_bytes: int) -> int:
 
 
 def record_bytes_max(sub_block_bytes: int) -> int:
-    """The size of the largest record."""
     return min(RECORD_BYTES, sub_blocks_together(sub_block_bytes) * sub_block_bytes)
 
 
@@ -75,8 +74,6 @@ class SegmentDigest:
 
 
 class Source:
-    """The blocks that a sender reads."""
-
     def __init__(self, rows: PoolRows) -> None:
         self._rows = rows
         self._buffer = rows.buffer(sub_blocks_together(rows.layout.block_bytes))
@@ -92,8 +89,6 @@ class Source:
 
 
 class SegmentTarget:
-    """The blocks that a receiver writes."""
-
     def __init__(self, rows: PoolRows) -> None:
         self._rows = rows
         self._sub_block_bytes = rows.layout.block_bytes

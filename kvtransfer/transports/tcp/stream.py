@@ -73,8 +73,6 @@ class TcpConnection:
 
 
 class RecordWriter:
-    """The sender's end."""
-
     def __init__(self, connection: TcpConnection, key: bytes | None, record_bytes_max: int) -> None:
         """Records are sent in the clear without a key."""
         self._connection = connection
@@ -111,8 +109,6 @@ class RecordWriter:
 
 
 class RecordReader:
-    """The receiver's end."""
-
     def __init__(self, connection: TcpConnection, key: bytes | None, record_bytes_max: int) -> None:
         self._connection = connection
         self._cipher = None if key is None else AESGCM(key)

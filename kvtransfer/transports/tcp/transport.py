@@ -22,7 +22,6 @@ from kvtransfer.transports.tcp.handshake import (
     NONCE_BYTES,
     TOKEN_BYTES,
     HandshakeFailed,
-    answer,
     hello,
     record_key,
     verify_answer,
@@ -141,19 +140,8 @@ class _TcpListener(Listener):
         )
 
     def meet(self) -> Channel:
-        expected = self._expected
-        try:
-            connected, said = expected.wait(self._local.settings.rendezvous_timeout_ms / 1e3)
-        finally:
-            self._listener.forget(expected)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        try:
-            connected.sendall(answer(said, expected.key, nonce))
-            key = record_key(expected.key, said.nonce, nonce) if self.meeting.encrypted else None
-            return TcpReceiving(self._local, TcpConnection(connected), key)
-        except OSError:
-            connected.close()
-            raise
+        connected, key = self._listener.accept(self._expected, self._local.settings.rendezvous_timeout_ms / 1e3)
+        return TcpReceiving(self._local, TcpConnection(connected), key if self.meeting.encrypted else None)
 
     def abandon(self) -> None:
         self._expected.abandon()
@@ -177,18 +165,18 @@ class Tcp(Transport):
     def connect(self, local: LocalEnd, meeting: Rendezvous) -> Channel:
         if local.encrypt and not meeting.encrypted:
             raise PairBroken("the receiver would take KV unencrypted, which --transfer-encryption forbids here")
-        if len(meeting.token) != TOKEN_BYTES or len(meeting.key) != KEY_BYTES:
-            raise PairBroken("the receiver told no key")
-        deadline = time.monotonic() + local.settings.rendezvous_timeout_ms / 1e3
-        connected, key = _connected(meeting, deadline)
+        connected, key = connect(meeting, meeting.port, local.settings.rendezvous_timeout_ms / 1e3)
         return Sending(local, TcpConnection(connected), key if meeting.encrypted else None)
 
 
-def _connected(meeting: Rendezvous, deadline: float) -> tuple[socket.socket, bytes]:
+def connect(meeting: Rendezvous, port: int, timeout_s: float) -> tuple[socket.socket, bytes]:
     """A connection whose other end has proved the key, and the key of its records. A listener under a flood of strangers may
     drop ours with them; then it is made again. Raises `OSError` or `PairBroken`."""
+    if len(meeting.token) != TOKEN_BYTES or len(meeting.key) != KEY_BYTES:
+        raise PairBroken("the receiver told no key")
+    deadline = time.monotonic() + timeout_s
     for tries_left in reversed(range(_TRIES_MAX)):
-        connected = socket.create_connection((meeting.host, meeting.port), max(0.001, deadline - time.monotonic()))
+        connected = socket.create_connection((meeting.host, port), max(0.001, deadline - time.monotonic()))
         try:
             return connected, _shake_hands(connected, meeting, deadline)
         except ConnectionError:

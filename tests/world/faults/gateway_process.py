@@ -20,7 +20,6 @@ from gateway.streams.types import (
     Work,
     WorkerDown,
 )
-from gateway.streams.worker_links import WorkerLinks
 from gateway.text.block_hashes import BlockNames
 from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
@@ -61,7 +60,7 @@ class SimulatedGateway(SimulatedProcess):
         self.cluster = cluster
         self.keeper = StreamKeeper(cluster.plan.stream_limits)
         self.hello = Hello(PROTOCOL_VERSION, Role.GATEWAY, self.incarnation, name, address=name)
-        self.workers = WorkerLinks()
+        self.ended_workers: set[int] = set()  # incarnations of workers whose connection has ended
         self.worker_links: dict[int, Link] = {}
         self.coordinator: Link | None = None
         self._alarm = Alarm(self, lambda: self.post(Tick()))
@@ -184,13 +183,14 @@ class SimulatedGateway(SimulatedProcess):
 
     def _worker_up(self, link: Link) -> None:
         self.worker_links[link.incarnation] = link
-        if self.workers.returns(link.incarnation):
+        if link.incarnation in self.ended_workers:
+            self.ended_workers.remove(link.incarnation)
             self.post(WorkerDown(link.incarnation))
 
     def _worker_down(self, link: Link, _reason: str) -> None:
         if self.worker_links.get(link.incarnation) is link:
             del self.worker_links[link.incarnation]
-        self.workers.down(link.incarnation)
+        self.ended_workers.add(link.incarnation)
         self.post(WorkerDown(link.incarnation))
 
     def _worker_message(self, link: Link, message: Message, _: bytes) -> None:

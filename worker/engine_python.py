@@ -10,15 +10,22 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from engine.vllm.order import VERSIONS
 from runtime.process.exits import ConfigError
 from runtime.settings.workers import WorkerSettings
 
 NEEDED: Final = ("vllm", "structlog", "xxhash")
 PACKAGES: Final = (
-    "proto", "runtime", "scheduler", "worker", "engine", "kvtransfer", "prefill_worker", "decode_worker", "launcher",
+    "proto", "runtime", "worker", "engine", "kvtransfer", "prefill_worker", "decode_worker", "launcher",
 )  # fmt: skip
 """Our packages that a worker imports. Only these are shown to the other Python, which has its own versions of the rest."""
 _ROOT: Final = Path(__file__).resolve().parents[1]
+_LOOK: Final = f"""
+from importlib.metadata import version
+from importlib.util import find_spec
+absent = [name for name in {NEEDED!r} if find_spec(name) is None]
+print(*absent, version("vllm") if "vllm" not in absent else "none")
+"""
 _ENTERED: Final = "CROSSDOCK_ENGINE_PYTHON_ENTERED"
 
 
@@ -27,7 +34,7 @@ def enter(settings: WorkerSettings) -> None:
     Raises `ConfigError`."""
     if settings.engine != "vllm" or (find_spec("vllm") is not None and not settings.engine_python):
         return
-    python = settings.engine_python or _python_of_vllm()
+    python = settings.engine_python or python_of_vllm()
     if os.environ.get(_ENTERED) == python:
         return
     check(python)
@@ -38,22 +45,26 @@ def enter(settings: WorkerSettings) -> None:
         raise ConfigError(f"--engine-python: {python}: {error.strerror}") from None
 
 
-def check(python: str) -> None:
-    """Whether this Python has what a worker needs. Raises `ConfigError` with the command that installs what it lacks."""
-    code = f"from importlib.util import find_spec; print(*(name for name in {NEEDED!r} if find_spec(name) is None))"
+def check(python: str) -> str:
+    """Returns the version of vLLM that this Python has. Raises `ConfigError` with the command that installs what it lacks, or
+    if crossdock does not know the version."""
     try:
-        ran = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        ran = subprocess.run([python, "-c", _LOOK], capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"--engine-python: {python} does not run: {error}") from None
     if ran.returncode:
         raise ConfigError(f"--engine-python: {python} is no Python: {ran.stderr.strip()[-200:]}")
-    if absent := ran.stdout.split():
+    *absent, version = ran.stdout.split()
+    if absent:
         raise ConfigError(
             f"--engine vllm: {python} lacks {' and '.join(absent)}: {python} -m pip install {' '.join(absent)}"
         )
+    if not version.startswith(VERSIONS):
+        raise ConfigError(f"--engine vllm: {python} has vLLM {version}, and crossdock runs {' and '.join(VERSIONS)}")
+    return version
 
 
-def _python_of_vllm() -> str:
+def python_of_vllm() -> str:
     """The Python that the `vllm` command runs with."""
     command = shutil.which("vllm")
     if command is None:

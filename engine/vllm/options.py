@@ -7,9 +7,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from engine.model.errors import ModelUnsupported
-from engine.vllm.order import StartOrder
-
-VERSIONS: Final = ("0.32",)  # that the tests of this package have run with
+from engine.vllm.order import VERSIONS, StartOrder
 
 
 class VllmOption(ModelUnsupported):

@@ -5,6 +5,7 @@ from typing import Final
 
 import msgspec
 
+VERSIONS: Final = ("0.32",)  # of vLLM; the tests have run with them
 _ENVIRONMENT: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the model is in this process
     "VLLM_USE_V2_MODEL_RUNNER": "0",

@@ -68,5 +68,6 @@ if __name__ == "__main__":
     how, model, *options = sys.argv[1:]
     sys.path.insert(0, str(Path(__file__).parents[2]))
     found = (stock if how == "stock" else crossdock)(model, options)
-    print(json.dumps(found), flush=True)
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
     os._exit(0)  # vLLM's own threads need no goodbye

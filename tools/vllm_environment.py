@@ -36,7 +36,9 @@ def main() -> None:
 
 def _pip(*arguments: str) -> None:
     command = [str(PLACE / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*command, *arguments], check=True, stdout=sys.stderr)
+    ran = subprocess.run([*command, *arguments], check=False, capture_output=True, text=True)
+    if ran.returncode:
+        sys.exit(f"cannot install vLLM: {ran.stderr[-2000:]}")
 
 
 def _packages() -> Path:

@@ -176,6 +176,16 @@ TABLE: Final[Table] = {
             )
         },
     ),
+    "engine": CommandGroup(
+        "The engine of the workers.",
+        {
+            "check": Command(
+                "Say whether a Python has what --engine vllm needs",
+                "launcher.admin.engine:EngineCheckSettings",
+                "launcher.admin.engine:check",
+            )
+        },
+    ),
     "explain": Command(
         "Show why a request waited, and for which others",
         "launcher.admin.event_log_settings:ExplainSettings",

@@ -7,6 +7,7 @@ Weights are drawn with a large spread, so that attention is sharp and the likeli
 decoding then has no near ties, and a wrong cache changes the text.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
+HEAD_DIM = 32 if os.environ.get("CROSSDOCK_ENGINE") == "vllm" else 16  # vLLM has no kernels for 16
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -29,7 +31,7 @@ _BASE: dict[str, Any] = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
+    "head_dim": HEAD_DIM,
     "max_position_embeddings": 512,
     "pad_token_id": PAD,
     "bos_token_id": BOS,

@@ -7,10 +7,12 @@ from runtime.process.exits import leave
 from runtime.settings import machine
 from runtime.settings.command_line import run_role
 from runtime.settings.workers import WorkerSettings
+from worker import engine_python
 
 
 def run(settings: WorkerSettings) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit code. Raises `ConfigError`."""
+    engine_python.enter(settings)
     settings = machine.prepare(settings)
     with garbage_collector.at_rest():
         from worker import process  # imports torch, so it must come after the environment that `prepare` sets

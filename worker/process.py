@@ -4,16 +4,19 @@ of the pool. `role_change` has what happens when it takes another role.
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from importlib import import_module
+from typing import NoReturn
+
+import torch
 
 from engine.engine import Engine
 from engine.gpu.memory import GpuShare
 from engine.kv.allocator import BlockAllocator, BlockPool
 from engine.kv.split import prefill_blocks
-from engine.model.loader import load_engine
 from engine.thread import EngineThread, pick_device
 from kvtransfer.transports.registry import TRANSPORTS, WrongTransport, allowed_on, memory_for, within_process
 from kvtransfer.transports.transport import PoolMemory
@@ -25,7 +28,7 @@ from runtime.metrics.combined import CombinedPage
 from runtime.metrics.server import MetricsPage, MetricsServer
 from runtime.process import clock, garbage_collector, log, notify
 from runtime.process.driver import Stop, keep_memory_private, run_process, unless_stopped
-from runtime.process.exits import ConfigError
+from runtime.process.exits import HUNG_EXIT, ConfigError
 from runtime.process.log import Log
 from runtime.settings import machine
 from runtime.settings.workers import MIXED_NAME_CHARS, WorkerSettings
@@ -93,7 +96,19 @@ def run_worker(settings: WorkerSettings) -> int:
 
 def _load(settings: WorkerSettings, device: str, memory: PoolMemory | None, thread: EngineThread) -> Engine:
     """Called on the thread."""
-    engine = load_engine(
+    load = _load_vllm if settings.engine == "vllm" else _load_own
+    # Memory is provided for a prefill worker, too, because it may become a worker that receives.
+    engine = load(settings, device, memory.allocate if memory is not None else None)
+    thread.be_nice(settings.nice)
+    if not engine.on_gpu:
+        keep_memory_private()
+    return engine
+
+
+def _load_own(settings: WorkerSettings, device: str, allocate: Callable[[int], torch.Tensor] | None) -> Engine:
+    from engine.model.loader import load_engine
+
+    return load_engine(
         settings.model,
         device=device,
         dtype=settings.dtype,
@@ -102,15 +117,35 @@ def _load(settings: WorkerSettings, device: str, memory: PoolMemory | None, thre
         context_tokens_max=settings.max_model_len,
         kv_bytes=settings.kv_bytes_on(device),
         gpu=GpuShare(settings.gpu_memory_share, settings.step_tokens_max, settings.max_seqs),
-        # Set for a prefill worker too, because it may become a worker that receives.
-        allocate=memory.allocate if memory is not None else None,
+        allocate=allocate,
         host_bytes=machine.free_memory_bytes(),
         on_progress=log.get("crossdock.model").info,
     )
-    thread.be_nice(settings.nice)
-    if not engine.on_gpu:
-        keep_memory_private()
-    return engine
+
+
+def _load_vllm(settings: WorkerSettings, device: str, allocate: Callable[[int], torch.Tensor] | None) -> Engine:
+    from engine.vllm.load import load_engine
+
+    return load_engine(
+        settings.model,
+        device=device,
+        dtype=settings.dtype,
+        context_tokens_max=settings.max_model_len,
+        kv_bytes=settings.kv_bytes_on(device),
+        gpu_share=settings.gpu_memory_share,
+        step_tokens=settings.step_tokens_max,
+        rows=settings.max_seqs,
+        args=settings.vllm_args,
+        allocate=allocate,
+        on_progress=log.get("crossdock.model").info,
+        on_lost_rank=_end_without_rank,
+    )
+
+
+def _end_without_rank(why: str) -> NoReturn:
+    log.get("crossdock.engine").critical("a rank of the model is lost", why=why)
+    logging.shutdown()
+    os._exit(HUNG_EXIT)
 
 
 class _Process:

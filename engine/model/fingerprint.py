@@ -13,11 +13,15 @@ _ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
 _ROPE_CHARS_MAX = 120
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _MAX_HEADER_BYTES = 100 << 20
-_TENSOR_PARALLEL = 1
 
 
 def model_fingerprint(
-    folder: Path, config: dict[str, Any], dtype: str, shape: tuple[int, int, int], weights: str = "float32"
+    folder: Path,
+    config: dict[str, Any],
+    dtype: str,
+    shape: tuple[int, int, int],
+    weights: str = "float32",
+    ranks: int = 1,
 ) -> str:
     """The fields of `proto.compatible`: XXH3 of the configuration (`model`) and of the weight files (`revision`, with the
     format that a worker keeps them in, if it is another), dtype and shape (layers, KV heads, size of a head) of the KV, and
@@ -34,7 +38,7 @@ def model_fingerprint(
             "revision": _weights_digest(folder) + ("" if weights == "float32" else f" {weights}"),
             "dtype": dtype,
             **dict(zip(("layers", "kv_heads", "head_dim"), shape, strict=True)),
-            "tensor_parallel": _TENSOR_PARALLEL,
+            "tensor_parallel": ranks,
             "rope": rope if len(rope) <= _ROPE_CHARS_MAX else xxhash.xxh3_64_hexdigest(rope.encode()),
         }
     )

@@ -2,6 +2,7 @@
 
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from proto.limits import MAX_CONTEXT_TOKENS
@@ -13,9 +14,7 @@ def attention_tokens(model: nn.Module, text_config: Any, layers: int, head_dim: 
     """The context at which attention takes as much work for a token as the weights of the decoder layers: each weight is
     multiplied once, and each head does two products of `head_dim` for each token of context. At least 1."""
     heads = int(text_config.num_attention_heads)
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    output = model.get_output_embeddings()  # type: ignore[operator]
-    embeddings |= {id(output.weight)} if output is not None else set()
+    embeddings = {id(module.weight) for name, module in model.named_modules() if _embeds(name, module)}
     experts = next((n for name in _EXPERTS if (n := getattr(text_config, name, None))), 1)
     used = (getattr(text_config, "num_experts_per_tok", None) or 1) / experts
     weights = sum(
@@ -24,3 +23,11 @@ def attention_tokens(model: nn.Module, text_config: Any, layers: int, head_dim: 
         if weight.dim() > 1 and id(weight) not in embeddings
     )
     return min(max(int(weights / (2 * layers * heads * head_dim)), 1), MAX_CONTEXT_TOKENS)
+
+
+def _embeds(name: str, module: nn.Module) -> bool:
+    """Whether a module's weights are read row by row, or once for each answer's token alone."""
+    is_output = name.rpartition(".")[2] in ("lm_head", "embed_out", "output")
+    return isinstance(getattr(module, "weight", None), torch.Tensor) and (
+        is_output or isinstance(module, nn.Embedding) or "Embedding" in type(module).__name__
+    )

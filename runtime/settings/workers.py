@@ -27,6 +27,7 @@ class WorkerSettings(ClientSettings):
     section = "worker"
     panels: ClassVar[Panels] = {
         "Model": "role model model_id max_model_len device dtype weights",
+        "Engine": "engine engine_python vllm_args",
         "Compute": "threads cpu_cores max_seqs step_tokens_max stall_share",
         "KV cache": "kv_gib gpu_memory_share prefix_cache kv_tier_gib kv_tier_folder",
         "KV transfer": "kv_bind transfer_host kv_transport transfer_encryption",
@@ -50,6 +51,21 @@ class WorkerSettings(ClientSettings):
         description="Type of weights and KV cache. auto: float32 on CPU, as stored on a GPU. Workers must agree.",
     )
     weights: Weights = Field("float32", description=WEIGHTS_HELP + " Workers must agree.")
+    engine: Literal["crossdock", "vllm"] = Field(
+        "crossdock",
+        description="What computes the model. vllm: the models, kernels and quantization of an installed vLLM, with crossdock's"
+        " blocks, steps and draws. See docs/engines.md.",
+    )
+    engine_python: str = Field(
+        "",
+        max_length=4096,
+        description="Python that has vLLM, for --engine vllm. Empty: this one if it has it, else that of the vllm command.",
+    )
+    vllm_args: str = Field(
+        "",
+        max_length=4096,
+        description='Options of vLLM itself, as vllm serve takes them, like "--quantization fp8 --enforce-eager".',
+    )
     threads: int = Field(
         1,
         ge=1,

@@ -1,0 +1,80 @@
+"""A rank after the first: it computes what rank 0 sends until that ends. Run as `python -m engine.vllm.rank`."""
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import torch
+
+from engine.attention.forward_batch import SeqChunk
+from engine.vllm.order import StartOrder, prepare_environment
+from engine.vllm.ranks import HEADER_BYTES, Row, mapped
+from engine.vllm.start import start
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def _mapped(source: socket.socket) -> Callable[[int], torch.Tensor]:
+    """The allocator of ranks 1 and up: it maps what rank 0 has allocated."""
+
+    def allocate(kv_bytes: int) -> torch.Tensor:
+        data, descriptors, _, _ = socket.recv_fds(source, HEADER_BYTES, 1)
+        assert int.from_bytes(data, "little") == kv_bytes, "ranks disagree about the size of the pool"
+        return mapped(descriptors[0], kv_bytes)
+
+    return allocate
+
+
+def receive(source: socket.socket) -> bytes:
+    """Raises `ConnectionError` once rank 0 has ended."""
+    return _exactly(source, int.from_bytes(_exactly(source, HEADER_BYTES), "little"))
+
+
+def _exactly(source: socket.socket, count: int) -> bytes:
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        read = source.recv_into(view)
+        if not read:
+            raise ConnectionError("rank 0 has ended")
+        view = view[read:]
+    return bytes(data)
+
+
+def run_rank(descriptor: int, parent: int) -> None:
+    """Compute what rank 0 sends until it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when to end
+    source = socket.socket(fileno=descriptor)
+    order = msgspec.json.decode(receive(source), type=StartOrder)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    prepare_environment()
+    from engine.vllm.runner import VllmRunner
+
+    _, runner, _ = start(order, _mapped(source))
+    engine = VllmRunner(runner, runner.kv_cache_config.num_blocks)
+    decoder = msgspec.msgpack.Decoder(list[Row])
+    with torch.inference_mode():
+        while True:
+            rows = decoder.decode(receive(source))
+            engine.forward(
+                [SeqChunk(r.tokens, r.start, r.blocks, False, _ignore if r.shows_all else None) for r in rows]
+            )
+
+
+def _ignore(start: int, logits: torch.Tensor) -> None:
+    pass
+
+
+if __name__ == "__main__":
+    try:
+        run_rank(int(sys.argv[1]), int(sys.argv[2]))
+    except ConnectionError:
+        sys.exit(0)

@@ -1,0 +1,141 @@
+"""Starts vLLM's executor on one rank of a model, up to its pool. Every rank does this alike."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from engine.model.errors import ModelUnsupported
+from engine.vllm.order import StartOrder, prepare_environment
+
+Allocate = Callable[[int], torch.Tensor]
+
+
+def start(order: StartOrder, allocate: Allocate | None) -> tuple[Any, Any, torch.Tensor]:
+    """(vLLM's configuration, its model runner, the pool of all ranks as bytes). Raises ModelUnsupported, and what vLLM
+    raises."""
+    prepare_environment()
+    from engine.vllm.options import make_config
+
+    config = make_config(order)
+    config.parallel_config.distributed_executor_backend = _executor_class(order)
+    executor = config.parallel_config.distributed_executor_backend(config)
+    pools = _Pools(order, allocate)
+    with _block_outermost(pools):
+        _initialize(config, executor, pools)
+    assert pools.last is not None
+    return config, executor.driver_worker.worker.model_runner, pools.last
+
+
+def _executor_class(order: StartOrder) -> Any:
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    class OneRank(UniProcExecutor):
+        """vLLM's executor of one process, which may be one of several ranks."""
+
+        def _distributed_args(self) -> tuple[str, int, int]:
+            if order.ranks == 1:
+                return super()._distributed_args()
+            return f"tcp://127.0.0.1:{order.port}", order.rank, order.rank
+
+    return OneRank
+
+
+def _initialize(config: Any, executor: Any, pools: "_Pools") -> None:
+    """Measure memory and make the pool, in the steps that vLLM's own engine takes."""
+    from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
+    from vllm.v1.core.kv_cache_utils import (
+        generate_scheduler_kv_cache_config,
+        get_kv_cache_configs,
+        resolve_kv_cache_block_sizes,
+    )
+
+    name = config.model_config.model
+    specs = executor.get_kv_cache_specs()
+    if not all(specs):
+        raise ModelUnsupported(f"{name}: it has no KV cache")
+    layouts = executor.get_supported_kv_cache_layouts()
+    layout = resolve_kv_cache_layout(config, layouts, [spec for of in specs for spec in of.values()])
+    if not layout.is_block_outermost:
+        raise ModelUnsupported(f"{name}: its attention does not take a KV cache block by block, but as {layout.name}")
+    executor.set_kv_cache_layout(layout.name)
+    configs = get_kv_cache_configs(config, specs, _least_on_all_ranks(executor.determine_available_memory()))
+    whole = generate_scheduler_kv_cache_config(configs)
+    groups = whole.kv_cache_groups
+    if len(groups) != 1:
+        raise ModelUnsupported(
+            f"{name}: its layers have {len(groups)} kinds of KV cache, which crossdock does not hand over"
+        )
+    config.cache_config.num_gpu_blocks = whole.num_blocks
+    config.cache_config.block_size = groups[0].kv_cache_spec.block_size
+    config.validate_block_size()
+    for each in configs:
+        each.kv_cache_layout = layout.name
+        _, each.hash_block_size = resolve_kv_cache_block_sizes(whole, config)
+    pools.final = True
+    executor.initialize_from_config(configs)
+    executor.compile_or_warm_up_model()
+
+
+def _least_on_all_ranks(found: list[int]) -> list[int]:
+    from vllm.distributed.parallel_state import get_world_group
+
+    least = torch.tensor(found)
+    if get_world_group().world_size > 1:
+        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=get_world_group().cpu_group)
+    return [int(value) for value in least]
+
+
+class _Pools:
+    """Allocates pools in which a block's layers, of all ranks, follow each other."""
+
+    def __init__(self, order: StartOrder, allocate: Allocate | None) -> None:
+        self._order = order
+        self._allocate = allocate
+        self.final = False  # no longer one for measuring memory
+        self.last: torch.Tensor | None = None
+
+    def kv_caches(
+        self, config: Any, device: torch.device, layout: Any, kernel_block_sizes: list[int] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Make the views of each layer, by name. It takes the place of the function of vLLM that allocates them."""
+        from vllm.v1.worker.utils import create_kv_cache_views
+
+        ranks, rank = self._order.ranks, self._order.rank
+        [own_bytes] = {tensor.size for tensor in config.kv_cache_tensors}
+        kv_bytes = own_bytes * ranks
+        if self._allocate is not None and self.final:
+            self.last = self._allocate(kv_bytes).view(torch.int8)
+        else:
+            self.last = torch.zeros(kv_bytes, dtype=torch.int8, device=device)
+        spec, caches = config.kv_cache_groups[0].kv_cache_spec, dict[str, torch.Tensor]()
+        for tensor in config.kv_cache_tensors:
+            placed = dataclasses.replace(
+                tensor,
+                size=kv_bytes,
+                block_stride=tensor.block_stride * ranks,
+                offset=tensor.offset + rank * tensor.block_stride,
+            )
+            blocks = config.num_blocks_of(tensor)
+            views = create_kv_cache_views(self.last, spec, blocks, layout, placed, kernel_block_size=spec.block_size)
+            caches.update(zip(tensor.layers, views, strict=True))
+        return caches
+
+
+@contextmanager
+def _block_outermost(pools: _Pools) -> Iterator[None]:
+    """Have vLLM make such pools within the context."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+    from vllm.v1.worker import gpu_model_runner
+
+    allocate, layouts = gpu_model_runner.allocate_kv_cache, CPUAttentionBackend.supported_kv_cache_layouts
+    gpu_model_runner.allocate_kv_cache = pools.kv_caches
+    # Its kernels take any distance between blocks, which the layout that it names does not say.
+    CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda _: (KVCacheLayout.BLHNC,))
+    try:
+        yield
+    finally:
+        gpu_model_runner.allocate_kv_cache, CPUAttentionBackend.supported_kv_cache_layouts = allocate, layouts

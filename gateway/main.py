@@ -226,7 +226,7 @@ class GatewayProcess:
         server = make_server(create_app(gateway, batches), self.settings.client_timeout_ms / 1000, _CLOSE_TIMEOUT_S)
         server.on_listening = lambda: self._is("listening")
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
-        stopping = asyncio.get_running_loop().create_task(stop.wait())
+        stopping = asyncio.get_running_loop().create_task(_wait(stop))
         say_where(self.log, listener.getsockname(), gateway)
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         self.backend.drain()
@@ -288,6 +288,10 @@ def say_where(logger: log.Log, bound: Sequence[Any], gateway: Gateway) -> None:
         logger.warning(
             "no API keys: everyone who reaches this port is let in; see --tenants and --api-keys", port=address
         )
+
+
+async def _wait(stop: asyncio.Event) -> None:
+    await stop.wait()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -13,7 +13,7 @@ import torch
 from kvtransfer.memory.digests import BlockDigests
 from kvtransfer.memory.layout import KvLayout
 from kvtransfer.memory.pool import PoolRows
-from kvtransfer.peer import Key, Peer
+from kvtransfer.peer import Key, KvPeer
 from kvtransfer.ports import TransferOwner
 from kvtransfer.rate_limiter import RateLimiter
 from kvtransfer.session.limits import KvSettings
@@ -76,7 +76,7 @@ class TransferDriver(ABC, Generic[S]):
         self._loop = asyncio.get_running_loop()
         self._live: dict[Key, S] = {}
         self._ended: OrderedDict[Key, S] = OrderedDict()
-        self._peers: dict[int, Peer] = {}  # by incarnation; those being closed are not here
+        self._peers: dict[int, KvPeer] = {}  # by incarnation; those being closed are not here
         self._pairs: set[Pair] = set()
         self._all_down = asyncio.Event()
         self._all_down.set()
@@ -125,7 +125,7 @@ class TransferDriver(ABC, Generic[S]):
     @abstractmethod
     def _report(self, session: S, ended: SessionEnded) -> None: ...
 
-    def _begin(self, session: S, peer: Peer) -> None:
+    def _begin(self, session: S, peer: KvPeer) -> None:
         key = session.key
         assert not self._closed and key not in self._live and key not in self._ended
         session.peer = peer
@@ -202,10 +202,10 @@ class TransferDriver(ABC, Generic[S]):
         """The pool in blocks of this size, which divides our own."""
         return self._rows if block_size == self.layout.block_size else PoolRows(self._pool, self.layout, block_size)
 
-    def _segment_blocks(self, peer: Peer) -> int:
+    def _segment_blocks(self, peer: KvPeer) -> int:
         return peer.rows.layout.segment_blocks(self._settings.segment_bytes)
 
-    def _local_of(self, peer: Peer) -> LocalEnd:
+    def _local_of(self, peer: KvPeer) -> LocalEnd:
         digests, segment_blocks = self._digests_of(peer), self._segment_blocks(peer)
         return LocalEnd(
             peer.rows,
@@ -218,7 +218,7 @@ class TransferDriver(ABC, Generic[S]):
             peer.encrypt,
         )
 
-    def _digests_of(self, peer: Peer) -> BlockDigests | None:
+    def _digests_of(self, peer: KvPeer) -> BlockDigests | None:
         """Returns the block digests if the pair's blocks have our own size, else None."""
         return self._digests if peer.rows is self._rows else None
 
@@ -244,7 +244,7 @@ class TransferDriver(ABC, Generic[S]):
                 over -= size
                 self._drop(peer, "idle, and another pair needs its memory", tell_peer=True)
 
-    def _start_pair(self, peer: Peer, how: Listen | Rendezvous) -> None:
+    def _start_pair(self, peer: KvPeer, how: Listen | Rendezvous) -> None:
         """Start the peer's pair. If this process has no descriptor or thread left for it, drop the peer and fail its
         sessions."""
 
@@ -274,26 +274,26 @@ class TransferDriver(ABC, Generic[S]):
         self._all_down.clear()
         self.counters["pairs"] += 1
 
-    def _give_time_to_meet(self, peer: Peer, fault: str) -> None:
+    def _give_time_to_meet(self, peer: KvPeer, fault: str) -> None:
         self._stop_timer(peer)
         timeout_s = self._settings.rendezvous_timeout_ms / 1e3
         peer.timer = self._loop.call_later(timeout_s, self._drop, peer, fault, True)
 
-    def _pair_ready(self, peer: Peer) -> None:
+    def _pair_ready(self, peer: KvPeer) -> None:
         """Record that the two ends have met."""
         self._stop_timer(peer)
         peer.ready = True
         self.counters[f"pairs_{peer.transport}"] += 1
 
-    def _pair_broke(self, peer: Peer, reason: str) -> None:
+    def _pair_broke(self, peer: KvPeer, reason: str) -> None:
         """Count the failure of the peer's current pair, and drop it."""
         self.counters[f"broken_{peer.transport}"] += 1
         self._drop(peer, f"pair {peer.pair_id}, {peer.transport}: {reason}", tell_peer=True)
 
-    def _segments_freed(self, peer: Peer) -> None:
+    def _segments_freed(self, peer: KvPeer) -> None:
         """Called when segments of this pair were answered, so that others may be sent."""
 
-    def _segments_answered(self, peer: Peer, answers: Sequence[tuple[SegmentJob, bytes]]) -> None:
+    def _segments_answered(self, peer: KvPeer, answers: Sequence[tuple[SegmentJob, bytes]]) -> None:
         """Count the answered segments and pass them to their sessions. All segments of one session are passed together, which
         saves most of the work."""
         if moved := [job.blocks for job, segment_digest in answers if segment_digest]:
@@ -313,7 +313,7 @@ class TransferDriver(ABC, Generic[S]):
         if not self._pairs:
             self._all_down.set()
 
-    def _drop(self, peer: Peer, reason: str, tell_peer: bool) -> None:
+    def _drop(self, peer: KvPeer, reason: str, tell_peer: bool) -> None:
         """Drop a peer with its pair and fail its sessions. Sessions with segments in flight end when the pair's thread has
         answered."""
         if peer.dropped:
@@ -331,7 +331,7 @@ class TransferDriver(ABC, Generic[S]):
         for session in list(peer.sessions.values()):
             self._feed(session, PairLost(reason))
 
-    def _stop_timer(self, peer: Peer) -> None:
+    def _stop_timer(self, peer: KvPeer) -> None:
         if peer.timer is not None:
             peer.timer.cancel()
             peer.timer = None

@@ -14,7 +14,7 @@ Key = tuple[str, int]  # (request_id, attempt)
 
 
 @dataclass(slots=True, eq=False)
-class Peer:
+class KvPeer:
     """A connection to one peer, current or being closed, with its live sessions. `pair` is None until its thread has been
     started. If the ends cannot meet by one transport, another pair with the same id takes its place."""
 

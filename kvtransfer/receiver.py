@@ -8,7 +8,7 @@ import torch
 
 from kvtransfer.driver import TransferDriver
 from kvtransfer.memory.layout import KvLayout, blocks_of, sub_blocks_of
-from kvtransfer.peer import Peer
+from kvtransfer.peer import KvPeer
 from kvtransfer.ports import ReceiverOwner
 from kvtransfer.rate_limiter import ByteBucket, RateLimiter
 from kvtransfer.session.limits import KvSettings
@@ -136,10 +136,10 @@ class KvReceiver(TransferDriver[ReceiverSession]):
             self._send(peer_incarnation, PairClosed(message.pair_id, refusal[:512]), b"")
             return
         self._make_room(message.transports)
-        self._peers[peer_incarnation] = Peer(peer_incarnation, message.pair_id, self._rows_of(message.block_size), ())
+        self._peers[peer_incarnation] = KvPeer(peer_incarnation, message.pair_id, self._rows_of(message.block_size), ())
         self._meet(self._peers[peer_incarnation], message)
 
-    def _meet_again(self, peer: Peer, message: PairOpen) -> None:
+    def _meet_again(self, peer: KvPeer, message: PairOpen) -> None:
         """Handle a repeated `PairOpen`. The sender repeats its proposal, or it could not meet by the chosen transport and
         proposes the remaining ones."""
         if message.transports == peer.offered:
@@ -150,7 +150,7 @@ class KvReceiver(TransferDriver[ReceiverSession]):
             peer.pair.close()
             self._meet(peer, message)
 
-    def _meet(self, peer: Peer, message: PairOpen) -> None:
+    def _meet(self, peer: KvPeer, message: PairOpen) -> None:
         same_host = message.host_id == self._host_id
         peer.encrypt = self._settings.encrypt or message.encrypt
         names, why = usable(self._local_of(peer), message.transports, self._settings.transports, same_host)
@@ -162,7 +162,7 @@ class KvReceiver(TransferDriver[ReceiverSession]):
         peer.transport = names[0]
         self._start_pair(peer, Listen(tuple(names), why, lambda meeting: self._listens(peer, meeting)))
 
-    def _listens(self, peer: Peer, meeting: Rendezvous) -> None:
+    def _listens(self, peer: KvPeer, meeting: Rendezvous) -> None:
         if not peer.dropped and meeting.transport in peer.offered:
             peer.transport, peer.why = meeting.transport, meeting.why
             peer.listening = PairListen(
@@ -178,7 +178,7 @@ class KvReceiver(TransferDriver[ReceiverSession]):
             )
             self._send(peer.incarnation, peer.listening, b"")
 
-    def _pair_broke(self, peer: Peer, reason: str) -> None:
+    def _pair_broke(self, peer: KvPeer, reason: str) -> None:
         if peer.ready or not peer.order.is_fresh or peer.listening is None:
             # The sender must be told if no transport could listen; otherwise it would wait for an answer that never comes.
             super()._pair_broke(peer, reason)
@@ -186,7 +186,7 @@ class KvReceiver(TransferDriver[ReceiverSession]):
             # The sender notices the failure too and proposes other transports. Until then the timer runs.
             peer.listening = None
 
-    def _pair_ready(self, peer: Peer) -> None:
+    def _pair_ready(self, peer: KvPeer) -> None:
         super()._pair_ready(peer)
         peer.listening = None
 

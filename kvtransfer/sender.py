@@ -9,7 +9,7 @@ import torch
 from kvtransfer.driver import TransferDriver
 from kvtransfer.memory.digests import BlockDigests
 from kvtransfer.memory.layout import KvLayout, sub_blocks_of
-from kvtransfer.peer import Peer
+from kvtransfer.peer import KvPeer
 from kvtransfer.ports import SenderOwner
 from kvtransfer.session.limits import WINDOW_SEGMENTS_MAX, KvSettings
 from kvtransfer.session.sender import SenderSession, announcement, next_parts
@@ -170,7 +170,7 @@ class KvSender(TransferDriver[SenderSession]):
 
     # --- pairs ---
 
-    def _current_peer(self, peer_incarnation: int) -> Peer | None:
+    def _current_peer(self, peer_incarnation: int) -> KvPeer | None:
         """Returns the current peer, if any. If it is idle and a better transport may be tried again, drops it and returns
         None."""
         peer = self._peers.get(peer_incarnation)
@@ -181,25 +181,25 @@ class KvSender(TransferDriver[SenderSession]):
         self._drop(peer, "a better transport is tried again", tell_peer=True)
         return None
 
-    def _open_pair(self, peer_incarnation: int, block_size: int) -> Peer:
+    def _open_pair(self, peer_incarnation: int, block_size: int) -> KvPeer:
         self._last_pair_id += 1
         transports = self._choice.proposal(peer_incarnation, self._clock())
         if peer_incarnation in self._own_peers:
             transports = within_process(transports) or within_process(self._settings.transports)
         self._make_room(transports)
-        peer = Peer(peer_incarnation, self._last_pair_id, self._rows_of(block_size), transports)
+        peer = KvPeer(peer_incarnation, self._last_pair_id, self._rows_of(block_size), transports)
         self._peers[peer_incarnation] = peer
         self._propose(peer)
         return peer
 
-    def _propose(self, peer: Peer) -> None:
+    def _propose(self, peer: KvPeer) -> None:
         self._give_time_to_meet(peer, "no answer to PairOpen")
         message = PairOpen(
             peer.pair_id, peer.offered, peer.rows.layout.block_size, self._host_id, self._settings.encrypt
         )
         self._send(peer.incarnation, message, b"")
 
-    def _drop(self, peer: Peer, reason: str, tell_peer: bool) -> None:
+    def _drop(self, peer: KvPeer, reason: str, tell_peer: bool) -> None:
         was_ready = peer.ready and not peer.dropped
         super()._drop(peer, reason, tell_peer)
         if was_ready:
@@ -228,12 +228,12 @@ class KvSender(TransferDriver[SenderSession]):
             )
             self._start_pair(peer, meeting)
 
-    def _pair_ready(self, peer: Peer) -> None:
+    def _pair_ready(self, peer: KvPeer) -> None:
         super()._pair_ready(peer)
         self._owner.pairs_changed()
         self._pump(peer)
 
-    def _pair_broke(self, peer: Peer, reason: str) -> None:
+    def _pair_broke(self, peer: KvPeer, reason: str) -> None:
         self._choice.broke(peer.incarnation, peer.transport, reason, self._clock())
         peer.offered = tuple(name for name in peer.offered if name != peer.transport)
         if peer.ready or not peer.offered:
@@ -246,17 +246,17 @@ class KvSender(TransferDriver[SenderSession]):
         peer.pair, peer.transport = None, ""
         self._propose(peer)
 
-    def _segments_freed(self, peer: Peer) -> None:
+    def _segments_freed(self, peer: KvPeer) -> None:
         self._pump(peer)
 
-    def _window(self, peer: Peer) -> int:
+    def _window(self, peer: KvPeer) -> int:
         if TRANSPORTS[peer.transport].skips_unwanted:
             return WINDOW_SEGMENTS_MAX
         segment_bytes = self._segment_blocks(peer) * peer.rows.layout.block_bytes
         small = min(WINDOW_SEGMENTS_MAX, self._settings.window_bytes // segment_bytes)
         return max(self._settings.window_segments, small)
 
-    def _pump(self, peer: Peer) -> None:
+    def _pump(self, peer: KvPeer) -> None:
         """Announce and send waiting segments until the pair's window is full. Several are announced together, because a
         message about one segment costs both event loops as much as one about ten."""
         if peer.dropped or not peer.ready or not peer.waiting:

@@ -39,7 +39,7 @@ from kvtransfer.transports import rendezvous
 from kvtransfer.transports.nccl_communicator import ENTERED, Communicator, NcclMessage, warmed_up
 from kvtransfer.transports.side_channel import Line
 from kvtransfer.transports.tcp.listener import TcpListener
-from kvtransfer.transports.tcp.transport import connect as tcp_connect
+from kvtransfer.transports.tcp.transport import connect_tcp
 from kvtransfer.transports.transport import (
     UNWANTED,
     Answer,
@@ -301,7 +301,7 @@ class Nccl(Transport):
             port = store.get("line").decode()
             if not port.isdecimal() or not 0 < int(port) < 65536:
                 raise PairBroken("the receiver told no port")
-            line = Line(tcp_connect(meeting, int(port), timeout_s)[0])
+            line = Line(connect_tcp(meeting, int(port), timeout_s)[0])
             try:
                 every = line.await_word(DIGEST_EVERY, timeout_s)
                 if not 1 <= every <= DIGEST_EVERY_MAX:

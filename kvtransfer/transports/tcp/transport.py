@@ -165,11 +165,11 @@ class Tcp(Transport):
     def connect(self, local: LocalEnd, meeting: Rendezvous) -> Channel:
         if local.encrypt and not meeting.encrypted:
             raise PairBroken("the receiver would take KV unencrypted, which --transfer-encryption forbids here")
-        connected, key = connect(meeting, meeting.port, local.settings.rendezvous_timeout_ms / 1e3)
+        connected, key = connect_tcp(meeting, meeting.port, local.settings.rendezvous_timeout_ms / 1e3)
         return Sending(local, TcpConnection(connected), key if meeting.encrypted else None)
 
 
-def connect(meeting: Rendezvous, port: int, timeout_s: float) -> tuple[socket.socket, bytes]:
+def connect_tcp(meeting: Rendezvous, port: int, timeout_s: float) -> tuple[socket.socket, bytes]:
     """A connection whose other end has proved the key, and the key of its records. A listener under a flood of strangers may
     drop ours with them; then it is made again. Raises `OSError` or `PairBroken`."""
     if len(meeting.token) != TOKEN_BYTES or len(meeting.key) != KEY_BYTES:

@@ -169,6 +169,12 @@ class Request(msgspec.Struct, eq=False):
         return 0.0 if self.submit.resumed_tokens else self.submit.deadline_ms or self.ttft_ms
 
     @property
+    def promised_ms(self) -> float:
+        """As `first_token_ms`, but 0 if it was admitted though its first token was expected later: see `waiting.grace`."""
+        ms = self.first_token_ms
+        return ms if 1000 * self.expected_s <= ms else 0.0
+
+    @property
     def resumed(self) -> bool:
         """Whether an earlier attempt was interrupted. If several choices had begun, each comes back as a request of its
         own."""

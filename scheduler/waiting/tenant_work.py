@@ -113,7 +113,7 @@ class TenantWork:
         return 0 if node is None else node.urgent[kind] if urgent else node.work[kind]
 
     def per_weight(self, path: Path, kind: int, more: float = 0.0) -> float:
-        """What a tenant at some level would have for its weight with so much more."""
+        """Returns the work that a tenant at some level would have for its weight with so much more."""
         return (self.of(path, kind) + more) / self._weight(path)
 
     def before(self, path: Path, kind: int, work: float, *, urgent: bool = False, apart: bool = False) -> float:

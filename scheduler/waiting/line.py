@@ -26,7 +26,7 @@ K = TypeVar("K")
 _RESUMED = ""  # the class of later attempts, which have a longest wait of their own: no priority class is called that
 
 
-class Line:
+class WaitingLine:
     """A change costs O(log n), a question O(classes). The owner checks its bounds first."""
 
     def __init__(self, limits: SchedulerLimits, weights: dict[str, float]) -> None:

@@ -122,6 +122,7 @@ class Request(msgspec.Struct, eq=False):
     cohorts: tuple[float, ...] = ()  # where `Releases` count `placed_work`
     projected_s: float = 0.0  # how long it was expected to wait for a place when it came
     expected_s: float = 0.0  # how long its first token was expected to take when it came; 0: not known
+    promised: bool = True  # its first token was expected in time when it came, so it was not admitted by a `Grace` only
     expected_tokens: float = 0.0  # answer tokens over all choices, as they were expected when it came
     dispatched_tokens: int = 0  # prompt tokens sent out in chunks, the cached ones before them included
     cached_tokens: int = 0
@@ -170,9 +171,8 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def promised_ms(self) -> float:
-        """As `first_token_ms`, but 0 if it was admitted though its first token was expected later: see `waiting.grace`."""
-        ms = self.first_token_ms
-        return ms if 1000 * self.expected_s <= ms else 0.0
+        """As `first_token_ms`, but 0 if its first token was not expected in time when it came."""
+        return self.first_token_ms if self.promised else 0.0
 
     @property
     def resumed(self) -> bool:

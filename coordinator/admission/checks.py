@@ -76,7 +76,6 @@ def feasible(
     limit = "deadline_ms" if own_ms else f"ttft_ms of priority class {request.path[0]}"
     soonest_ms = 1000 * pool.least_prefill_s(tokens)
     if soonest_ms > deadline_ms:
-        request.expected_s = soonest_ms / 1000
         why = f"{tokens} prompt tokens to compute take {soonest_ms:.0f} ms here; {limit} is less"
         return (Reject.DEADLINE, why, 0.0 if own_ms else spread((soonest_ms - deadline_ms) / 1000, request.fingerprint))
     rate = pool.tokens_per_s()

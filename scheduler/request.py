@@ -122,6 +122,7 @@ class Request(msgspec.Struct, eq=False):
     cohorts: tuple[float, ...] = ()  # where `Releases` count `placed_work`
     projected_s: float = 0.0  # how long it was expected to wait for a place when it came
     expected_s: float = 0.0  # how long its first token was expected to take when it came; 0: not known
+    promised: bool = True  # its first token was expected in time when it came, so it was not admitted by a `Grace` only
     expected_tokens: float = 0.0  # answer tokens over all choices, as they were expected when it came
     dispatched_tokens: int = 0  # prompt tokens sent out in chunks, the cached ones before them included
     cached_tokens: int = 0
@@ -167,6 +168,11 @@ class Request(msgspec.Struct, eq=False):
         """Milliseconds from its arrival within which the first token is wanted, as the client or its priority class says; 0:
         no limit."""
         return 0.0 if self.submit.resumed_tokens else self.submit.deadline_ms or self.ttft_ms
+
+    @property
+    def promised_ms(self) -> float:
+        """As `first_token_ms`, but 0 if its first token was not expected in time when it came."""
+        return self.first_token_ms if self.promised else 0.0
 
     @property
     def resumed(self) -> bool:

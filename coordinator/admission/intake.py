@@ -177,6 +177,7 @@ def _admit(state: State, request: Request, now: float) -> tuple[Reject | None, s
         grace_s = limits.priority_classes[request.path[0]].ttft_grace_s
         if submit.deadline_ms or not queue.grace.covers(request.path[0], grace_s, now):
             return reason, why, retry_after_s
+        request.promised = False
     if wait_s > (limit_s := queue.line.limit_s(request)):
         return Reject.QUEUE_FULL, f"it would wait for {wait_s:.0f} s, and may for {limit_s:g} s at most", None
     # One that comes when it was told goes before those that come early or for the first time.

@@ -146,7 +146,7 @@ def give_shares(cluster: Cluster, pool: Pool, queue: WaitQueue, now: float) -> N
         return
     pool.lengths.expect(request, pool.shares)
     demand, choices = KvDemand.of(request.submit, request.expected_left), request.submit.choices
-    target_s, short = request.first_token_ms / 1000, pool.short_targets()
+    target_s, short = request.promised_ms / 1000, pool.short_targets()
     soon = freed_per_s * (min(SOON_S, SOON_SHARE * target_s) if target_s else SOON_S)
 
     def wanted(incarnation: int) -> int:

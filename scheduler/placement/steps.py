@@ -274,7 +274,7 @@ def _most_urgent(worker: Worker, now: float) -> Request | None:
     later requests of tenants that were idle would go first with their saved credit."""
     first, first_due = None, inf
     for request in islice(worker.placed.values(), LOOKED_AT_MAX):
-        if (ms := request.first_token_ms) and not request.own_step:
+        if (ms := request.promised_ms) and not request.own_step:
             due = request.arrived + ms / 1000
             tokens = worker.tokens_in_flight + request.submit.prompt_tokens - request.dispatched_tokens
             rest_s = tokens / (worker.tokens_per_s or inf)

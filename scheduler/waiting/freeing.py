@@ -94,7 +94,7 @@ class ComingBack(Generic[T]):
         return self._told.pop(who, (0, None))[1]
 
     def told(self, who: Hashable) -> T | None:
-        """What was kept for a request whose time has not come."""
+        """Returns the place of a request whose time has not come."""
         return self._told.get(who, (0, None))[1]
 
     def keep(self, who: Hashable, what: T) -> None:

@@ -26,7 +26,7 @@ K = TypeVar("K")
 _RESUMED = ""  # the class of later attempts, which have a longest wait of their own: no priority class is called that
 
 
-class Line:
+class WaitingLine:
     """A change costs O(log n), a question O(classes). The owner checks its bounds first."""
 
     def __init__(self, limits: SchedulerLimits, weights: dict[str, float]) -> None:
@@ -67,7 +67,7 @@ class Line:
         self.nothing_due_before = min(self.nothing_due_before, request.since + self.limit_s(request))
 
     def remove(self, request: Request) -> None:
-        """Take a request out. What is not computed of its prompt counts on."""
+        """Take a request out. Its tokens that are not computed still count as such."""
         del self._classes[_class_of(request)][request.id]
         self._count(request, 0, -1, self._list(request, -1))
 

@@ -26,8 +26,8 @@ class Margins:
 
     def came(self, request: Request, now: float) -> None:
         """Learn from a first token."""
-        wanted_s = request.first_token_ms / 1000
-        if not wanted_s or not wanted_s * (1 - MOST) / 2 <= request.expected_s <= wanted_s:
+        wanted_s = request.promised_ms / 1000
+        if not wanted_s or request.expected_s < wanted_s * (1 - MOST) / 2:
             return
         name = request.path[0]
         margin, error = self._of.get(name, LEAST), (now - request.arrived - request.expected_s) / wanted_s

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from scheduler.fairness.fair_node import Path
 from scheduler.request import Request
 from scheduler.waiting.freeing import FINGERPRINT_MAX, ComingBack
-from scheduler.waiting.line import Line
+from scheduler.waiting.line import WaitingLine
 from scheduler.waiting.margin import Margins
 from scheduler.waiting.ratios import Ratios
 from scheduler.waiting.releases import Releases
@@ -45,7 +45,7 @@ class Speed(NamedTuple):
 class Projection:
     """How long requests of one model's queue will wait."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: WaitingLine) -> None:
         self._line = line
         self._coming: ComingBack[tuple[Path, int]] = ComingBack()
         """Those that were told to come back, by their path and `fingerprint`."""

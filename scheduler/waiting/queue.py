@@ -14,7 +14,7 @@ from scheduler.limits import SchedulerLimits
 from scheduler.request import Request
 from scheduler.waiting.answer_lengths import AnswerLengths
 from scheduler.waiting.grace import Grace
-from scheduler.waiting.line import Line
+from scheduler.waiting.line import WaitingLine
 from scheduler.waiting.projection import Projection
 from scheduler.waiting.queue_keys import PAUSED_KEY, Demand, class_key
 from scheduler.waiting.rate import Rate
@@ -38,7 +38,7 @@ class WaitQueue:
         )
         self.shares: HeldShares | None = None
         """The shares by which requests without a place take turns, while decode is short of room."""
-        self.line = Line(limits, self.fair.weights)
+        self.line = WaitingLine(limits, self.fair.weights)
         self.projection = Projection(self.line)
         self.grace = Grace()
         self.retries = RetryBudget(limits.retry_floor, limits.retry_share)

@@ -17,7 +17,7 @@ from scheduler.fairness.fair_node import Path
 UNCOMPUTED, WAITING, IN_LINE, SIZE = KINDS = range(4)
 """The kinds of work: prompt tokens that are not computed, of waiting and placed requests; the expected cost of requests that
 wait for a place, as in `Prices`; the same with those that were told when to come back; and what counts in an overload (see
-`Line`). All are whole numbers, so that nothing is left over."""
+`WaitingLine`). All are whole numbers, so that nothing is left over."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +38,7 @@ class _Node:
     urgent: list[int] = field(default_factory=lambda: [0] * len(KINDS))
     """A tenant's work of requests with a deadline or a target for the first token."""
     groups: list[dict[int, _Group]] = field(default_factory=lambda: [{} for _ in KINDS])
-    """For each kind, the children that have work, by the binary order of what they want for their weight."""
+    """The children that have work, by kind and by the binary order of what they want for their weight."""
 
     def changed(self, child: "_Node", kind: int, before: int, after: int) -> None:
         """Group a child anew."""
@@ -113,7 +113,7 @@ class TenantWork:
         return 0 if node is None else node.urgent[kind] if urgent else node.work[kind]
 
     def per_weight(self, path: Path, kind: int, more: float = 0.0) -> float:
-        """What a tenant at some level would have for its weight with so much more."""
+        """Returns the work that a tenant at some level would have for its weight with so much more."""
         return (self.of(path, kind) + more) / self._weight(path)
 
     def before(self, path: Path, kind: int, work: float, *, urgent: bool = False, apart: bool = False) -> float:

@@ -10,7 +10,7 @@ from proto.errors import Reject
 from proto.messages import Role, Submit
 from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.request import Request
-from scheduler.waiting.line import Line
+from scheduler.waiting.line import WaitingLine
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import PrefillWorker
 from simulation.cluster.cluster import VirtualCluster
@@ -85,7 +85,7 @@ def test_deadline_assumes_one_worker() -> None:
     assert refused(world) == [("lost", Reject.DEADLINE)]
 
 
-def waiting(line: Line, name: str, tokens: int, deadline_s: float, tokens_per_s: float = 1000.0) -> Request:
+def waiting(line: WaitingLine, name: str, tokens: int, deadline_s: float, tokens_per_s: float = 1000.0) -> Request:
     wanted = msgspec.structs.replace(submit(name, tokens), deadline_ms=1000 * deadline_s)
     request = Request(name, 1, wanted, b"", 0.0, 0.0, ("standard", "o", "u"), waits=True)
     line.add(request)
@@ -93,14 +93,14 @@ def waiting(line: Line, name: str, tokens: int, deadline_s: float, tokens_per_s:
     return request
 
 
-def leave(line: Line, request: Request) -> None:
+def leave(line: WaitingLine, request: Request) -> None:
     request.waits = False
     line.remove(request)
 
 
 def test_any_infeasible_deadline_is_found() -> None:
     """Any infeasible deadline is found, not only the one due first, and with the cached tokens of that time."""
-    line = Line(Limits(), {})
+    line = WaitingLine(Limits(), {})
     short, long = waiting(line, "short", 100, 2.0), waiting(line, "long", 4500, 5.0)
     assert line.next_due() == 0.5
     assert list(line.overdue(0.6, 1000.0, lambda submit: 200)) == [], "the rest of it is cached"
@@ -115,7 +115,7 @@ def test_any_infeasible_deadline_is_found() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_late_requests_are_found(seed: int) -> None:
     """In random runs every late request is found, and none that can still be in time."""
-    rnd, line, there, now, late = random.Random(seed), Line(Limits(), {}), list[Request](), 0.0, 0
+    rnd, line, there, now, late = random.Random(seed), WaitingLine(Limits(), {}), list[Request](), 0.0, 0
     cached = {number: rnd.randint(0, 500) for number in range(400)}
 
     def uncached(submit: Submit) -> int:
@@ -137,7 +137,7 @@ def test_random_late_requests_are_found(seed: int) -> None:
 
 def test_later_attempt_has_until_its_deadline() -> None:
     """A later attempt whose client has no token yet may wait until its deadline."""
-    line = Line(Limits(), {})
+    line = WaitingLine(Limits(), {})
     request = waiting(line, "a", 1000, 3.0)
     leave(line, request)
     request.submit, request.waits = msgspec.structs.replace(request.submit, attempt=2), True

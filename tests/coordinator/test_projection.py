@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.events import Limits
 from scheduler.request import Request
-from scheduler.waiting.line import Line
+from scheduler.waiting.line import WaitingLine
 from scheduler.waiting.projection import Projection, Speed
 from scheduler.waiting.tenant_work import IN_LINE
 from simulation.cluster.cluster import ClientRequest, VirtualCluster  # type: ignore[attr-defined]
@@ -80,7 +80,7 @@ def test_told_wait_matches_real_wait(side: str, tenants: int, seed: int) -> None
 
 def test_early_client_keeps_no_place() -> None:
     """A client that comes before its time lengthens no other's wait, and its own place comes back once it obeys."""
-    line = Line(Limits(), {})
+    line = WaitingLine(Limits(), {})
     projection, path, speed = Projection(line), ("standard", "o", "u"), Speed(1000.0, decode_is_full=False)
     waits = Request("a", 1, submit("a", 4000), b"", 0.0, 0.0, path, waits=True, work=4000)
     line.add(waits)

@@ -44,7 +44,7 @@ class Beginning(NamedTuple):
     compute_s: float = 0.0  # the time in which the prefill worker would compute them, in seconds
 
 
-class Pair(NamedTuple):
+class WorkerPair(NamedTuple):
     prefill: Worker  # it computes the prompt; may be the decode worker
     decode: DecodeWorker
     begins: Beginning
@@ -210,7 +210,7 @@ def last_block(submit: Submit, cached_tokens: int) -> bytes:
 # --- the pair -----------------------------------------------------------------------------------------------------------
 
 
-def pair(request: Request, prefill: PrefillWorker, pool: Pool, now: float) -> Pair | None:
+def pair(request: Request, prefill: PrefillWorker, pool: Pool, now: float) -> WorkerPair | None:
     """A prefill worker with the best decode worker for a request; None if it cannot run there now."""
     submit = request.submit
     if prefill.draining or not prefill.fits(submit):
@@ -218,10 +218,10 @@ def pair(request: Request, prefill: PrefillWorker, pool: Pool, now: float) -> Pa
     short = pool.short_targets()
     found = [w for w in pool.decode_candidates(request, prefill, now) if pool.decode_fits(w, request, short)]
     decode = _best_decode(request, prefill, found, pool, now) if len(found) > 1 else next(iter(found), None)
-    return Pair(prefill, decode, beginning(submit, prefill, decode, pool, now)) if decode is not None else None
+    return WorkerPair(prefill, decode, beginning(submit, prefill, decode, pool, now)) if decode is not None else None
 
 
-def any_pair(request: Request, pool: Pool, now: float) -> Pair | None:
+def any_pair(request: Request, pool: Pool, now: float) -> WorkerPair | None:
     """The best pair for a request that needs no turn: of the prefill workers that have the prompt and those with the least to
     do. Those on which it is likely to fail come last."""
     submit = request.submit

@@ -43,7 +43,7 @@ from worker.grammars import GrammarThread
 QUARANTINE_WARN_S = 10.0  # longer than a transfer thread waits for a reachable peer; then an operator should look
 
 
-class DecodeWorker(ReceiverOwner):
+class DecodeRole(ReceiverOwner):
     """A `WorkerRole`, and the owner of the receiver of its KV."""
 
     def __init__(
@@ -323,7 +323,7 @@ class DecodeWorker(ReceiverOwner):
 class _Lending(SenderOwner):
     """The owner of the sender for the KV that prefill workers fetch."""
 
-    def __init__(self, worker: DecodeWorker) -> None:
+    def __init__(self, worker: DecodeRole) -> None:
         self._worker = worker
 
     def send(self, peer_incarnation: int, message: Message, blob: bytes) -> None:

@@ -38,7 +38,7 @@ CACHE_REPORTS_MAX = 16
 OFFER_S: Final = 3.0  # in which KV that is to be fetched must be offered
 
 
-class PrefillWorker(SenderOwner):
+class PrefillRole(SenderOwner):
     """A `WorkerRole`, and the owner of the sender of its prompts' KV."""
 
     ports: Mapping[str, LinkCounters] = {}
@@ -252,7 +252,7 @@ class PrefillWorker(SenderOwner):
 class _Fetching(ReceiverOwner):
     """The owner of the receiver for fetched KV."""
 
-    def __init__(self, worker: PrefillWorker) -> None:
+    def __init__(self, worker: PrefillRole) -> None:
         self._worker = worker
 
     def send(self, peer_incarnation: int, message: Message, blob: bytes) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 class Weights:
     queue: float = 1.0
     compute: float = 4.0
-    """What computing a token weighs that another prefill worker has. Well over 1: it delays this prompt and all prompts behind
+    """The weight of computing a token that another prefill worker has. Well over 1: it delays this prompt and those behind
     it, and evicts other blocks from a cache. Caches with room for one copy of all hot prefixes, but not for two, lost half
     their hits in an overload at 1.5."""
     pressure: float = 2.0  # how much more it weighs for each waiting request, since it delays those requests too

@@ -62,8 +62,8 @@ class ComputeStep(Generic[ResultT]):
 
 
 class WorkerRole(Protocol):
-    """The differences between prefill and decode: `prefill_worker.worker.PrefillWorker`,
-    `decode_worker.worker.DecodeWorker`."""
+    """The differences between prefill and decode: `prefill_worker.worker.PrefillRole`,
+    `decode_worker.worker.DecodeRole`."""
 
     @property
     def registry(self) -> MetricsRegistry: ...

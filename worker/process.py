@@ -37,7 +37,7 @@ from worker.driver import WorkerDriver, WorkerRole
 from worker.role_change import RoleDrivers, run_roles
 from worker.step_watch import StepWatch
 
-ROLES = {"prefill": ("prefill_worker.worker", "PrefillWorker"), "decode": ("decode_worker.worker", "DecodeWorker")}
+ROLES = {"prefill": ("prefill_worker.worker", "PrefillRole"), "decode": ("decode_worker.worker", "DecodeRole")}
 """The classes of the roles are named only, since their packages import this one."""
 MakeRole = Callable[[Engine, BlockAllocator, WorkerDriver, tuple[str, ...], set[int], PoolMemory | None], WorkerRole]
 

@@ -44,7 +44,7 @@ class Beginning(NamedTuple):
     compute_s: float = 0.0  # the time in which the prefill worker would compute them, in seconds
 
 
-class Pair(NamedTuple):
+class WorkerPair(NamedTuple):
     prefill: Worker  # it computes the prompt; may be the decode worker
     decode: DecodeWorker
     begins: Beginning
@@ -81,12 +81,16 @@ def best_side(
     if own is not None and not decode and len(workers) == 1:
         return Side(own)
     nearest = min(decode, key=lambda found: found[0].cost_s, default=None)
-    partners = [] if nearest is None else [nearest[1], pool.candidates.least_full() or nearest[1]]
+    partners = [None] if nearest is None else [nearest[1], pool.candidates.least_full() or nearest[1]]
     cached = {worker: pool.cached_tokens(submit, worker) for worker in workers}
     waiting = pool.bindings.kept_waiting(own, len(queue)) if own is not None else 0.0
-    sides = [_prefill_side(request, worker, partners, cached, waiting, pool, now) for worker in workers]
-    if own is None:
-        sides = [side._replace(cost_s=side.cost_s + _turn_s(request, side.worker, pool, queue)) for side in sides]
+
+    def cheapest(worker: PrefillWorker) -> Side:
+        turns = pool.bindings.kept_waiting(worker, len(queue) - 1) if own is None else 0.0
+        sides = (_prefill_side(request, worker, one, cached, waiting, turns, pool, now) for one in partners)
+        return min(sides, key=lambda side: side.cost_s)
+
+    sides = [cheapest(worker) for worker in workers]
     least_s = min((side.cost_s for side in sides), default=inf)
     if nearest is not None and nearest[0].cost_s <= least_s:
         load_s = pool.weights.load_s * nearest[1].fullness
@@ -112,6 +116,8 @@ def _prefill_workers(
     found = dict.fromkeys((*holders, *pool.candidates.first_to_finish()))
     if own is None:
         return [worker for worker in found if not worker.draining and worker.could_ever_take(submit)]
+    if isinstance(bound_to, PrefillWorker):
+        found[bound_to] = None
     here, is_unsafe = pool.cached_tokens(submit, own), _is_unsafe(request, own, pool, now)
 
     def may_be_better(worker: PrefillWorker) -> bool:
@@ -138,37 +144,28 @@ def _is_faster(one: PrefillWorker, other: PrefillWorker) -> bool:
 def _prefill_side(
     request: Request,
     worker: PrefillWorker,
-    partners: Sequence[DecodeWorker],
+    decode: DecodeWorker | None,
     cached: Mapping[PrefillWorker, int],
     waiting: float,
+    turns: float,
     pool: Pool,
     now: float,
 ) -> Side:
-    """`partners`: the decode workers that may decode, if what they have decides; `cached`: prompt tokens that each prefill
-    worker has; `waiting`: requests that wait longer if this one computes longer."""
-    submit, weights = request.submit, pool.weights
-    begins, after_s = Beginning(cached[worker]), 0.0
-    if partners:
-        each = ((decode, beginning(submit, worker, decode, pool, now)) for decode in partners)
-        after_s, begins = min(
-            (begins.fetch_s + hand_over_s(submit, worker, decode, pool, now) + weights.load_s * decode.fullness, begins)
-            for decode, begins in each
-        )
+    """`decode`: the other side of the pair, where what it has may decide; `cached`: prompt tokens that each prefill worker has;
+    `waiting`: requests that wait longer if this one computes longer; `turns`: requests that come before it here, all taken
+    to be like it."""
+    submit, weights, rate = request.submit, pool.weights, pool.rate(worker)
+    begins = beginning(submit, worker, decode, pool, now) if decode is not None else Beginning(cached[worker])
     before = worker.tokens_before - worker.undispatched.get(request.id, 0)
-    wasted = max(max(cached.values()) - begins.tokens, 0)
+    uncached, wasted = submit.prompt_tokens - begins.tokens, max(max(cached.values()) - begins.tokens, 0)
     fullness = 1 - worker.free_blocks / worker.capacity.kv_blocks
-    uncached = submit.prompt_tokens - begins.tokens
-    cost_s = prefill_s(before, uncached, wasted, pool.rate(worker), fullness, weights, waiting)
-    cost_s += weights.trouble_s * pool.failure_rate(worker)
-    return Side(worker, cost_s + after_s + weights.unsafe_s * _is_unsafe(request, worker, pool, now))
-
-
-def _turn_s(request: Request, worker: Worker, pool: Pool, queue: WaitQueue) -> float:
-    """How long a request that has just come waits for its turn if all that wait are like it, but at most as projected from
-    its tenant's share."""
-    uncached = request.submit.prompt_tokens - pool.cached_tokens(request.submit, worker)
-    turn_s = pool.bindings.kept_waiting(worker, len(queue) - 1) * uncached / pool.rate(worker)
-    return turn_s if request.resumed else min(turn_s, request.projected_s)
+    cost_s = prefill_s(before, uncached, wasted, rate, fullness, weights, waiting)
+    cost_s += weights.trouble_s * pool.failure_rate(worker) + weights.unsafe_s * _is_unsafe(request, worker, pool, now)
+    turn_s = turns * uncached / rate
+    cost_s += turn_s if request.resumed else min(turn_s, request.projected_s)
+    if decode is not None:
+        cost_s += begins.fetch_s + hand_over_s(submit, worker, decode, pool, now) + weights.load_s * decode.fullness
+    return Side(worker, cost_s)
 
 
 def _decode_sides(request: Request, pool: Pool, queue: WaitQueue, now: float) -> list[tuple[Side, DecodeWorker]]:
@@ -213,7 +210,7 @@ def last_block(submit: Submit, cached_tokens: int) -> bytes:
 # --- the pair -----------------------------------------------------------------------------------------------------------
 
 
-def pair(request: Request, prefill: PrefillWorker, pool: Pool, now: float) -> Pair | None:
+def pair(request: Request, prefill: PrefillWorker, pool: Pool, now: float) -> WorkerPair | None:
     """A prefill worker with the best decode worker for a request; None if it cannot run there now."""
     submit = request.submit
     if prefill.draining or not prefill.fits(submit):
@@ -221,17 +218,17 @@ def pair(request: Request, prefill: PrefillWorker, pool: Pool, now: float) -> Pa
     short = pool.short_targets()
     found = [w for w in pool.decode_candidates(request, prefill, now) if pool.decode_fits(w, request, short)]
     decode = _best_decode(request, prefill, found, pool, now) if len(found) > 1 else next(iter(found), None)
-    return Pair(prefill, decode, beginning(submit, prefill, decode, pool, now)) if decode is not None else None
+    return WorkerPair(prefill, decode, beginning(submit, prefill, decode, pool, now)) if decode is not None else None
 
 
-def any_pair(request: Request, pool: Pool, now: float) -> Pair | None:
+def any_pair(request: Request, pool: Pool, now: float) -> WorkerPair | None:
     """The best pair for a request that needs no turn: of the prefill workers that have the prompt and those with the least to
     do. Those on which it is likely to fail come last."""
     submit = request.submit
     workers = dict.fromkeys(pool.candidates.prefill_holders(submit))
     workers.update((pool.prefill[incarnation], None) for incarnation in islice(pool.wakeups.idle, EXAMINED_MAX))
     cached = {worker: pool.cached_tokens(submit, worker) for worker in workers}
-    cost_s = {worker: _prefill_side(request, worker, (), cached, 0.0, pool, now).cost_s for worker in workers}
+    cost_s = {worker: _prefill_side(request, worker, None, cached, 0.0, 0.0, pool, now).cost_s for worker in workers}
     in_order = sorted(workers, key=lambda worker: (cost_s[worker], worker.incarnation))
     return next(filter(None, (pair(request, worker, pool, now) for worker in in_order)), None)
 

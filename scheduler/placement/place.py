@@ -3,7 +3,7 @@
 from scheduler.cluster import Cluster
 from scheduler.decisions import Placement
 from scheduler.lifecycle import Trigger
-from scheduler.placement.pairs import Pair, Side, best_side
+from scheduler.placement.pairs import Side, WorkerPair, best_side
 from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
 from scheduler.waiting.queue_keys import bound_key
@@ -31,7 +31,7 @@ def bind(request: Request, side: Side, pool: Pool) -> None:
     request.attempt_progress.there_s, request.attempt_progress.elsewhere_s = side.expected_s
 
 
-def place_at_once(cluster: Cluster, request: Request, pair: Pair, now: float) -> None:
+def place_at_once(cluster: Cluster, request: Request, pair: WorkerPair, now: float) -> None:
     """Place a request and wake its prefill worker. The worker's next step takes the request in its turn and charges for it."""
     pool, queue = cluster.pools[request.submit.model], cluster.queues[request.submit.model]
     request.cached_tokens = request.dispatched_tokens = pair.begins.tokens
@@ -41,7 +41,7 @@ def place_at_once(cluster: Cluster, request: Request, pair: Pair, now: float) ->
     pool.wakeups.has_own_work(pair.prefill)
 
 
-def place(cluster: Cluster, request: Request, pair: Pair, now: float) -> None:
+def place(cluster: Cluster, request: Request, pair: WorkerPair, now: float) -> None:
     """Place a request on two workers that have room for it. Its chunks start after `request.cached_tokens`."""
     pool, queue = cluster.pools[request.submit.model], cluster.queues[request.submit.model]
     prefill, decode, progress = pair.prefill, pair.decode, request.attempt_progress
@@ -74,7 +74,7 @@ def place(cluster: Cluster, request: Request, pair: Pair, now: float) -> None:
     cluster.decisions.append(Placement(request, prefill, decode, blocks, returns))
 
 
-def _count_load(request: Request, pair: Pair, pool: Pool, now: float) -> None:
+def _count_load(request: Request, pair: WorkerPair, pool: Pool, now: float) -> None:
     """Credit the least full decode worker before a request is placed on a fuller one, or let this one pay."""
     prefill, decode = pair.prefill, pair.decode
     blocks = request.attempt_progress.sent_blocks = pool.missing_blocks(request.submit, decode)

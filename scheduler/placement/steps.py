@@ -21,7 +21,16 @@ from proto.messages import Chunk, Step
 from scheduler.cluster import Cluster
 from scheduler.lifecycle import RequestState
 from scheduler.observer import Composed, Looked, NothingRuns, Outcome, StepEnd
-from scheduler.placement.pairs import Beginning, Pair, Side, best_side, last_block, may_compute, pair, waits_behind
+from scheduler.placement.pairs import (
+    Beginning,
+    Side,
+    WorkerPair,
+    best_side,
+    last_block,
+    may_compute,
+    pair,
+    waits_behind,
+)
 from scheduler.placement.place import bind, place, place_at_once
 from scheduler.placement.step_end import nothing_more
 from scheduler.request import Request
@@ -48,7 +57,7 @@ would wait partly computed while all others have a turn, and would take up room 
 
 
 class Run(NamedTuple):
-    pair: Pair | None = None  # none where the request is placed already
+    pair: WorkerPair | None = None  # none where the request is placed already
     copied: bytes = b""
     """The prefix that is computed once more though another worker has it; empty if there is none. See `bindings`."""
 
@@ -91,7 +100,7 @@ def decide(
     if isinstance(worker, DecodeWorker):
         if not may_compute(worker, request, pool, now) or waits_behind(request, pool, queue):
             return Apart.ELSEWHERE
-        return Run(Pair(worker, worker, Beginning(pool.cached_tokens(request.submit, worker))))
+        return Run(WorkerPair(worker, worker, Beginning(pool.cached_tokens(request.submit, worker))))
     side, demand = Side(worker), Demand.of(request.submit, request.expected_left, request.tpot_ms)
     if not is_class(request.entry.key):
         if class_key(demand) in pool.wakeups.closed:

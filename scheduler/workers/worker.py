@@ -44,7 +44,7 @@ class Allocation(msgspec.Struct, frozen=True, gc=False):
 
 
 class WorkerBase:
-    """What workers of both roles have: attempts that hold something, and chunks of prompts to compute."""
+    """The state that workers of both roles have: attempts that hold something, and chunks of prompts to compute."""
 
     is_decode: ClassVar[bool]
 

@@ -149,7 +149,7 @@ sys.exit(run_process(main))
 """
 
 
-@pytest.mark.parametrize(("role", "kind"), [("decode", "DecodeWorker"), ("prefill", "PrefillWorker")])
+@pytest.mark.parametrize(("role", "kind"), [("decode", "DecodeRole"), ("prefill", "PrefillRole")])
 def test_broken_context_ends_worker(role, kind):
     """A worker with a broken CUDA context fails what it runs and ends with GPU_EXIT."""
     error = "torch.AcceleratorError('CUDA error: an illegal memory access was encountered')"
@@ -164,7 +164,7 @@ def test_broken_context_ends_worker(role, kind):
 
 def test_out_of_memory_step_keeps_worker():
     """A worker goes on if there was no GPU memory for a step."""
-    script = WORKER.format(role="decode", kind="DecodeWorker", error="torch.OutOfMemoryError('CUDA out of memory')")
+    script = WORKER.format(role="decode", kind="DecodeRole", error="torch.OutOfMemoryError('CUDA out of memory')")
     child = subprocess.run(
         [sys.executable, "-c", script],
         cwd=ROOT, capture_output=True, text=True, timeout=90, check=False,

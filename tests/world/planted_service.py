@@ -305,9 +305,9 @@ def an_expired_wait_for_a_resume_is_never_noticed(m: pytest.MonkeyPatch) -> None
 def a_worker_that_is_drained_gets_more(m: pytest.MonkeyPatch) -> None:
     """It never becomes empty, and is killed with streams on it."""
 
-    def pair(request: Request, prefill: PrefillWorker, pool: Pool, now: float) -> pairs.Pair | None:
+    def pair(request: Request, prefill: PrefillWorker, pool: Pool, now: float) -> pairs.WorkerPair | None:
         fits = [worker for worker in pool.decode.values() if worker.fits(request.submit)]
-        return pairs.Pair(prefill, fits[0], pairs.Beginning(0)) if fits and prefill.fits(request.submit) else None
+        return pairs.WorkerPair(prefill, fits[0], pairs.Beginning(0)) if fits and prefill.fits(request.submit) else None
 
     m.setattr(steps, "pair", pair)
 

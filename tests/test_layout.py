@@ -46,7 +46,7 @@ FOLDERS_MAY_IMPORT = {
     "launcher": {
         "admin": "local",
         "batch": "http local",
-        "bench": "admin http load local models",
+        "bench": "http load local models",
         "cluster": "http load local models",
         "http": "",
         "load": "http",

@@ -12,9 +12,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from gateway.batches.lines import LineChecker, parse_line
-from gateway.batches.types import ENDPOINTS
-from gateway.http.errors import ApiError
 from launcher import reports, tables
 from launcher.batch.client import BatchClient, BatchFailed, Unreachable
 from launcher.batch.settings import BatchRunSettings
@@ -26,6 +23,7 @@ from runtime.settings.options import SettingsError
 POLL_S: Final = 1.0
 SILENCE_S: Final = 300.0  # of a server that restarts
 SHOWN_MAX: Final = 20  # lines with an error that are printed
+ENDPOINT: Final = "/v1/chat/completions"  # where the first line names none
 _WINDOW: Final = "24h"
 _ENDED: Final = ("completed", "failed", "expired", "cancelled")
 
@@ -40,13 +38,10 @@ def run(settings: BatchRunSettings) -> int:
     if not url.startswith(("http://", "https://")):
         raise SettingsError(f"--url: {url} does not begin with http:// or https://")
     try:
-        lines = _Lines(path)
+        endpoint = _endpoint(path)
     except OSError as error:
         raise SettingsError(f"FILE: {path}: {error.strerror}") from None
-    if lines.errors:
-        _show_errors(console, path, [(error["line"], error["message"]) for error in lines.errors])
-        return 1
-    work = _Run(settings, url, path, output, lines, console)
+    work = _Run(settings, url, path, output, endpoint, console)
     return uvloop.run(until_interrupted(work.run(), console))
 
 
@@ -58,52 +53,32 @@ def _here() -> str:
     return found[0].base_url
 
 
-class _Lines:
-    """The names of a file's lines, and the faults in them."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises `OSError`."""
-        self.numbers: dict[str, int] = {}
-        self.endpoint = ""
-        self.errors: list[dict[str, Any]] = []
-        checker: LineChecker | None = None
-        for number, data in _requests(path):
-            if checker is None:
-                self.endpoint = _endpoint(data)
-                checker = LineChecker(self.endpoint, lambda model: None)
-                self.errors = checker.errors
-            checker.check([(number, data)])
-            if not checker.errors:
-                self.numbers[parse_line(data).custom_id] = number
-        if checker is None:
-            self.errors = [{"line": 1, "message": "The file has no lines."}]
-
-
-def _requests(path: Path) -> Iterator[tuple[int, bytes]]:
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as file:
         for number, data in enumerate(file, 1):
             if data.strip():
                 yield number, data
 
 
-def _endpoint(first_line: bytes) -> str:
-    """Returns the endpoint of the batch from its first line. Errors in that line are reported by the later check."""
-    try:
-        url = parse_line(first_line).url
-    except ApiError:
-        return ENDPOINTS[0]
-    return url if url in ENDPOINTS else ENDPOINTS[0]
+def _endpoint(path: Path) -> str:
+    """Returns the endpoint of the batch, which its first line names. The server checks the lines. Raises `OSError`."""
+    for _, data in _lines(path):
+        try:
+            return str(msgspec.json.decode(data, type=dict[str, Any])["url"])
+        except (msgspec.DecodeError, UnicodeDecodeError, KeyError):
+            break
+    return ENDPOINT
 
 
 class _Run:
     def __init__(
-        self, settings: BatchRunSettings, url: str, path: Path, output: Path, lines: _Lines, console: Console
+        self, settings: BatchRunSettings, url: str, path: Path, output: Path, endpoint: str, console: Console
     ) -> None:
         self._settings = settings
         self._url = url
         self._path = path
         self._output = output
-        self._lines = lines
+        self._endpoint = endpoint
         self._console = console
         self._batch_id = settings.resume
 
@@ -113,7 +88,7 @@ class _Run:
         try:
             if not self._batch_id:
                 file_id = await client.upload(self._path)
-                self._batch_id = (await client.create(file_id, self._lines.endpoint, _WINDOW))["id"]
+                self._batch_id = (await client.create(file_id, self._endpoint, _WINDOW))["id"]
             self._console.print(f"Batch {self._batch_id}", highlight=False)
             batch = await self._until_ended(client)
             return await self._finish(client, batch)
@@ -177,11 +152,12 @@ class _Run:
 
     def _errors_of(self, path: Path) -> list[tuple[int, str]]:
         """Returns (line, error) of each request that failed."""
+        numbers = {msgspec.json.decode(data)["custom_id"]: number for number, data in _lines(self._path)}
         found = []
-        for _, data in _requests(path):
+        for _, data in _lines(path):
             line = msgspec.json.decode(data)
             error = line["error"] or line["response"]["body"]["error"]
-            found.append((self._lines.numbers.get(line["custom_id"], 0), f"{line['custom_id']}: {error['message']}"))
+            found.append((numbers.get(line["custom_id"], 0), f"{line['custom_id']}: {error['message']}"))
         return found
 
     async def _interrupted(self, client: BatchClient) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from launcher.load import traces
 from launcher.load.lengths import Lengths, arrival_times
 from launcher.load.settings import LoadSettings, TargetSettings
-from launcher.load.tenants import LoadTenant, parse_abuser, parse_priorities, parse_tenants, read_mix
+from launcher.load.tenants import LoadTenant, parse_abuser, parse_priorities, parse_tenants
 from launcher.load.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
 from runtime.settings.options import SettingsError
 
@@ -43,12 +43,9 @@ class LoadPlan:
 
 def tenants_of(settings: TargetSettings) -> list[LoadTenant]:
     """The tenants, at least one. Raises `SettingsError`."""
-    mix = settings.tenants_mix if isinstance(settings, LoadSettings) else ""
     abuser = settings.abuser if isinstance(settings, LoadSettings) else ""
-    if settings.tenant and mix:
-        raise SettingsError("--tenants-mix: --tenant says the same; give one of them")
     try:  # here and not in the settings: their errors show the value, and so the keys
-        found = read_mix(mix) if mix else parse_tenants(settings.tenant)
+        found = parse_tenants(settings.tenant)
     except ValueError as error:
         raise SettingsError(f"--tenant: {error}") from None
     if not any(tenant.share for tenant in found):

@@ -63,7 +63,7 @@ class LoadSettings(TargetSettings):
         "Arrivals": "rate arrivals cv duration_s requests warmup_s seed",
         "Trace": "trace speed scale_tokens from_s",
         "Requests": "prompt_tokens output_tokens prefix_share prefixes prefix_tokens",
-        "Tenants": "tenant tenants_mix abuser priority",
+        "Tenants": "tenant abuser priority",
         "What counts as good": "slo_ttft_ms slo_tpot_ms slo_itl_ms",
         "Output": "as_json",
         "Expert options": "endpoint ignore_eos token_ids cancel_share cancel_wait_s in_flight_max timeout_s ready_timeout_s"
@@ -104,9 +104,6 @@ class LoadSettings(TargetSettings):
     prefixes: int = Field(4, ge=1, le=100_000, description="Number of different common prefixes.")
     prefix_tokens: int = Field(
         64, ge=1, le=1_000_000, description="Length of each; prompts are at least one token longer."
-    )
-    tenants_mix: str = Field(
-        "", description="The same as a TOML file: [NAME] with key, share, weight, priority, and abuse as in --abuser."
     )
     abuser: str = Field(
         "",

@@ -1,6 +1,5 @@
 """`crossdock tune check`: predictions beside live runs of the same traffic."""
 
-import contextlib
 import csv
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import platformdirs
 import uvloop
 from pydantic import ValidationError
 from rich.console import Console
@@ -24,7 +22,7 @@ from launcher.models import resolve
 from launcher.tuning.settings import TrafficSettings, TuneCheckSettings, TuneSettings
 from launcher.tuning.traffic import load_profile, profile_of, traffic
 from launcher.tuning.tune import FORMAT
-from launcher.tuning.verdict import METRICS, coverage, verdict
+from launcher.tuning.verdict import METRICS, verdict
 from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.options import SettingsError
 from tuning.advise import Slo, Workers
@@ -33,7 +31,6 @@ from tuning.profile import Profile
 from tuning.simulator.job import Sent
 
 RATIOS_MAX = 3
-CHECKS_MAX = 1000  # whose coverage is kept
 NOT_HELD = 3  # exit status: another ratio was better live
 RANKS = ("p50", "p90", "p99")
 RECOMMENDATION_BYTES_MAX = 64 << 20
@@ -129,15 +126,12 @@ async def _run(
                 break
     if not rows:
         return INTERRUPTED_EXIT
-    found, (covered, figures) = verdict(rows, recommended), kept_coverage(rows)
-    reports.write_json(settings, {"runs": rows, "verdict": found._asdict(), "all_runs": [covered, figures]})
+    found = verdict(rows, recommended)
+    reports.write_json(settings, {"runs": rows, "verdict": found._asdict()})
     for row in rows:
         show(row, console)
     console.print(f"[bold]{found.words}[/bold]", highlight=False, soft_wrap=True)
-    console.print(
-        f"{found.covered} of {found.figures} figures lie in their bands; {covered} of {figures} in all checks of this user.",
-        highlight=False,
-    )
+    console.print(f"{found.covered} of {found.figures} figures lie in their bands.", highlight=False)
     return INTERRUPTED_EXIT if interrupted else 0 if found.held else NOT_HELD
 
 
@@ -196,24 +190,6 @@ def _pair(expected: Band, measured: float | None, *, absolute: bool = False) -> 
         "error": error,
         "covered": measured is not None and expected.covers(measured),
     }
-
-
-def kept_coverage(rows: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """Adds these checks to the kept ones of this user. Returns (figures in their band, figures) of all of them. A file that
-    cannot be read or written is ignored."""
-    file = Path(platformdirs.user_state_dir("crossdock")) / "tune-checks.jsonl"
-    lines: list[bytes] = []
-    with contextlib.suppress(OSError):
-        lines = file.read_bytes().splitlines()[-CHECKS_MAX + 1 :]
-    lines.append(msgspec.json.encode(coverage(rows)))
-    found: list[tuple[int, int]] = []
-    for line in lines:
-        with contextlib.suppress(msgspec.DecodeError):
-            found.append(msgspec.json.decode(line, type=tuple[int, int]))
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(b"\n".join(lines) + b"\n")
-    return sum(one for one, _ in found), sum(one for _, one in found)
 
 
 def show(row: Mapping[str, Any], console: Console) -> None:

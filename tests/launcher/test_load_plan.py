@@ -16,7 +16,7 @@ from launcher.load.lengths import Lengths, arrival_times
 from launcher.load.plan import NEVER
 from launcher.load.prompts import Prompts
 from launcher.load.settings import LoadSettings
-from launcher.load.tenants import LoadTenant, Ratio, parse_tenants, read_mix
+from launcher.load.tenants import LoadTenant, Ratio, parse_tenants
 from runtime.settings.command_line import add_command, invoke, new_app
 from runtime.settings.options import SettingsError, load
 
@@ -211,22 +211,11 @@ def test_azure_trace_has_its_known_size() -> None:
 # --- who, and with how many workers -----------------------------------------------------------------------------------
 
 
-def test_tenants_come_from_flags_or_file(tmp_path: Path) -> None:
-    """Tenants of a load are read from flags or from a file, and a bad file is refused."""
+def test_tenants_come_from_flags() -> None:
+    """Tenants of a load are read from flags, with what they leave out."""
     assert parse_tenants(["a:k:1", "b::2:3:batch"]) == [LoadTenant("a", "k", 1), LoadTenant("b", "", 2, 3, "batch")]
     settings = load(LoadSettings, {"tenant": "a:k:1,b:k:2"})
     assert [tenant.name for tenant in load_plan.tenants_of(settings)] == ["a", "b"]
-    file = tmp_path / "mix.toml"
-    file.write_text('[a]\nshare = 2\n["org/bob"]\nkey = "k"\nweight = 2\n[evil]\nabuse = 5\n')
-    assert read_mix(str(file)) == [
-        LoadTenant("a", share=2),
-        LoadTenant("org/bob", "k", weight=2),
-        LoadTenant("evil", share=0, abuse=5),
-    ]
-    for bad in ("[a]\nshare = 0\n", "a = 1\n", "[a]\nsahre = 1\n", "[a", "['a b']\n"):
-        file.write_text(bad)
-        with pytest.raises(SettingsError, match="--tenants-mix: "):
-            read_mix(str(file))
 
 
 @pytest.mark.parametrize(

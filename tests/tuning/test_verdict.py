@@ -1,11 +1,9 @@
 """What `crossdock tune check` concludes, and the bands that it is judged by."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from launcher.tuning import check
 from launcher.tuning.verdict import coverage, verdict
 from tests.tuning.profiles import GPU
 from tuning.advise import Slo, Workers
@@ -66,19 +64,6 @@ def test_prediction_error_has_a_direction() -> None:
     assert found.words.endswith("Predicted shares were 15.0 points too high on average, most for 2M (+40.0).")
     assert verdict([row("2M", 0.9, 0.8)], "2M").words.endswith("Predicted shares were 10.0 points too low on average.")
     assert (found.covered, found.figures) == coverage([row("2M", 0.5), row("1P1D", 0.8)]) == (2, 4)
-
-
-def test_coverage_spans_all_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Coverage is counted over all checks of a user, and an unusable file is no error."""
-    monkeypatch.setattr(check.platformdirs, "user_state_dir", lambda _: str(tmp_path / "state"))  # type: ignore[attr-defined]
-    monkeypatch.setattr(check, "CHECKS_MAX", 3)
-    for count in (1, 2, 3, 3):
-        assert check.kept_coverage([row("2M", 0.9)]) == (count, 2 * count)
-    file = tmp_path / "state" / "tune-checks.jsonl"
-    file.write_text("[1,2]\nnonsense\n")
-    assert check.kept_coverage([row("2M", 0.9, covered=False)]) == (1, 4)
-    monkeypatch.setattr(check.platformdirs, "user_state_dir", lambda _: str(file))  # type: ignore[attr-defined]
-    assert check.kept_coverage([row("2M", 0.9)]) == (1, 2), "a file where the folder should be"
 
 
 def test_every_band_has_width() -> None:

@@ -9,6 +9,7 @@ and the cost of a run does not depend on how many tokens it has. A sequence join
 The batch of a mixed worker waits for its prefill steps, which come in between: `wait_for`.
 """
 
+from collections import deque
 from heapq import heappop, heappush
 from math import ceil, inf, sqrt
 
@@ -34,6 +35,8 @@ class SimulatedBatch:
         self.kv_tokens = 0
         self.sequences = 0
         self.held_seqs = 0  # placed here, running or not
+        self.promised = 0  # requests that will come here but have no room yet (`RunOptions.late_room`)
+        self.late: deque[SimulatedRequest] = deque()  # of these, those whose prompts are computed
         self.share = 1.0  # factor on step times because others use the same cores
         self.stretch = 1.0  # factor on step times because parts of prompts are computed in them
         self.suffixes = 0  # prompts that are computed here

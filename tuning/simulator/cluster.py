@@ -148,14 +148,26 @@ class Simulator(Placing):
             remember(job, worker, self.options.block_tokens, worker.kv_tokens)
         if job.output <= 1:
             worker.release_blocks(job)
-            self._release(job)
+            self._ended_in_prefill(job)
         else:
             latency_s = self._latency_s * self._host.hand_over_slower()
             self._at(max(worker.link_free_s, self.now) + latency_s + self._join_s, _ARRIVED, job)
 
+    def _ended_in_prefill(self, job: SimulatedRequest) -> None:
+        if self.options.late_room:
+            job.decode.promised -= 1
+            job.end_s = self.now
+            self.over(job)
+        else:
+            self._release(job)
+
     def _arrived(self, job: SimulatedRequest, _: object) -> None:
         """Joins the request to a batch: its KV is on the decode worker, which knows of it."""
-        self._join(job, job.decode)
+        batch: SimulatedBatch = job.decode
+        if self.options.late_room and (batch.late or not self.reserve_late(job)):
+            batch.late.append(job)
+            return
+        self._join(job, batch)
 
     def _join(self, job: SimulatedRequest, batch: SimulatedBatch) -> None:
         if job.prefill is not None:
@@ -217,3 +229,5 @@ class Simulator(Placing):
         self.over(job)
         self.order.ended(job, job.output)
         self.freed(batch)
+        while batch.late and self.reserve_late(batch.late[0]):
+            self._join(batch.late.popleft(), batch)

@@ -139,7 +139,10 @@ class Placing(ABC):
                 return False
             if self._binds(job, worker):
                 return False
-        decode = self._decode_for(job, worker) if worker.fits(job) else None
+        late = self.options.late_room
+        decode = None
+        if worker.fits(job):
+            decode = min(self.batches, key=_load) if late else self._decode_for(job, worker)
         if decode is None:
             self._refuse(job, worker)
             return False
@@ -153,7 +156,10 @@ class Placing(ABC):
             job.cached = job.dispatched = tokens - tokens % worker.block_size
         job.prefill, job.decode, job.placed_s = worker, decode, self.now
         worker.hold(job)
-        self._reserve(job, decode)
+        if late:
+            decode.promised += 1
+        else:
+            self._reserve(job, decode)
         return True
 
     # --- turns of sessions ------------------------------------------------------------------------------------------------
@@ -213,6 +219,16 @@ class Placing(ABC):
         steps = decode.steps_begun(self.now) if decode.room.exact else 0
         decode.room.place(job.number, job.prompt, job.output_max, steps)
         decode.held_seqs += 1
+
+    def reserve_late(self, job: SimulatedRequest) -> bool:
+        """Reserves room for a request whose prompt is computed; False if there is no room yet."""
+        batch: SimulatedBatch = job.decode
+        if not self._has_room(batch, job):
+            job.no_room = True
+            return False
+        batch.promised -= 1
+        self._reserve(job, batch)
+        return True
 
     def _refuse(self, job: SimulatedRequest, worker: SimulatedPrefillWorker) -> None:
         if not worker.fits(job):
@@ -277,3 +293,7 @@ class Placing(ABC):
             if fits[job.number]:
                 del self.closed[key]
                 self.news = True
+
+
+def _load(batch: SimulatedBatch) -> tuple[int, int]:
+    return batch.held_seqs + batch.promised, batch.number

@@ -1,6 +1,5 @@
-"""`crossdock profile from-vllm`: a profile from the times of requests to a running server, or from its metrics."""
+"""`crossdock profile from-vllm`: a profile from the times of requests to a running server."""
 
-import asyncio
 import csv
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -24,8 +23,7 @@ from launcher.tuning.profiles.show import show
 from proto.errors import CrossdockError
 from runtime.process.version import version_of
 from runtime.settings.options import SettingsError
-from tuning.estimates import from_metrics, from_timings
-from tuning.estimates.from_metrics import MetricsReading
+from tuning.estimates import from_timings
 from tuning.estimates.from_timings import MeasuredServer, Misfit, RequestTiming, TimingsError
 from tuning.estimates.roofline import BLOCK_TOKENS, VALUE_BYTES
 from tuning.profile import Profile, ProfileCapacity, encoded
@@ -34,20 +32,7 @@ COLUMNS: Final = ("arrival_s", "prompt_tokens", "output_tokens", "ttft_ms", "end
 FILE_BYTES_MAX: Final = 1 << 30
 ROWS_MAX: Final = 1_000_000
 ANSWER_BYTES_MAX: Final = 8 << 20
-READ_EVERY_S: Final = 5.0
 MISFIT_MAX: Final = 0.25
-METRICS: Final = {
-    "prompt_tokens": "vllm:prompt_tokens_total",
-    "answer_tokens": "vllm:generation_tokens_total",
-    "gap_s": "vllm:inter_token_latency_seconds_sum",
-    "gaps": "vllm:inter_token_latency_seconds_count",
-    "ttft_s": "vllm:time_to_first_token_seconds_sum",
-    "queue_s": "vllm:request_queue_time_seconds_sum",
-    "prefill_s": "vllm:request_prefill_time_seconds_sum",
-    "requests": "vllm:time_to_first_token_seconds_count",
-    "running": "vllm:num_requests_running",
-    "kv_share": "vllm:kv_cache_usage_perc",
-}
 
 
 class ServerFailed(CrossdockError):
@@ -55,16 +40,13 @@ class ServerFailed(CrossdockError):
 
 
 def run(settings: FromVllmSettings) -> int:
-    if not settings.timings and not settings.url:
-        raise SettingsError("--timings or --url is needed")
     reports.check_writable(settings.out, "--out")
     console = reports.console_for(settings)
-    timings = read_timings(settings.timings) if settings.timings else []
+    timings = read_timings(settings.timings)
     return uvloop.run(until_interrupted(_run(settings, timings, console), console))
 
 
 async def _run(settings: FromVllmSettings, timings: list[RequestTiming], console: Console) -> int:
-    misfit: Misfit | None = None
     async with new_session() as session:
         server, model = await _server(settings, session)
         about = {
@@ -72,18 +54,13 @@ async def _run(settings: FromVllmSettings, timings: list[RequestTiming], console
             "versions": {"crossdock": version_of("crossdock")},
             "when": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        try:
-            if settings.timings:
-                profile, misfit = _fit(timings, server, about, console)
-            else:
-                readings = await _watch(settings, session, console)
-                profile = from_metrics.fitted(readings, server, about)
-        except TimingsError as error:
-            raise SettingsError(f"{'--timings' if settings.timings else '--watch'}: {error}") from None
+    try:
+        profile, misfit = _fit(timings, server, about, console)
+    except TimingsError as error:
+        raise SettingsError(f"--timings: {error}") from None
     reports.write(settings.out, encoded(profile))
     show(profile, console)
-    if misfit is not None:
-        show_misfit(misfit, console)
+    show_misfit(misfit, console)
     console.print(f"Written: {settings.out}", highlight=False, soft_wrap=True)
     reports.write_json(settings, msgspec.to_builtins(profile))
     return 0
@@ -201,20 +178,6 @@ def _first_model(answer: bytes) -> _Model:
     return found[0] if found else _Model()
 
 
-async def _watch(settings: FromVllmSettings, session: aiohttp.ClientSession, console: Console) -> list[MetricsReading]:
-    """Raises `ServerFailed`."""
-    found, times = [], round(settings.watch_s / READ_EVERY_S)
-    columns = TextColumn("reading metrics"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=times)
-        for done in range(times + 1):
-            found.append(reading_of(samples_of(await _get(settings, session, "/metrics"))))
-            bar.update(task, completed=done)
-            if done < times:
-                await asyncio.sleep(READ_EVERY_S)
-    return found
-
-
 async def _get(settings: FromVllmSettings, session: aiohttp.ClientSession, path: str) -> bytes:
     """Raises `ServerFailed`."""
     url = settings.url.rstrip("/").removesuffix("/v1") + path
@@ -249,12 +212,3 @@ def kv_tokens_of(samples: Samples) -> int:
         if blocks.isdecimal() and size.isdecimal():
             return int(blocks) * int(size)
     return 0
-
-
-def reading_of(samples: Samples) -> MetricsReading:
-    """Raises `ServerFailed`."""
-    if missing := [name for name in METRICS.values() if name not in samples]:
-        raise ServerFailed(
-            f"--url: its metrics have no {missing[0]}; it is no vLLM, or one of another version: use --timings"
-        )
-    return MetricsReading(**{field: sum(value for _, value in samples[name]) for field, name in METRICS.items()})

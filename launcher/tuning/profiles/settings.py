@@ -48,29 +48,21 @@ class EstimateSettings(JsonOption):
 class FromVllmSettings(JsonOption):
     """Make a profile of a vLLM that runs, without stopping it.
 
-    Give it what requests took, as --timings; that is the better way. Or only --url: then its metrics are read for --watch
-    seconds, under the traffic that it has. The profile is of one instance, which computes prompts and answers alike.
+    Give it what requests took, as --timings. The profile is of one instance, which computes prompts and answers alike.
     """
 
     panels: ClassVar[Panels] = {
         "Server": "url api_key model instances step_tokens seqs_max kv_tokens context_tokens",
-        "What is fitted to": "timings watch_s",
+        "What is fitted to": "timings",
         "Hardware": "network_gbit_per_s cost_per_hour",
         "Output": "out as_json",
     }
-    url: str = Field("", description="Address of the server: its KV cache and context are read there, and its metrics.")
+    url: str = Field("", description="Address of the server: its KV cache and context are read there.")
     api_key: str = Field("", description="Key for --url, if it wants one.")
     timings: str = Field(
-        "",
+        min_length=1,
         description="File with what requests took: CSV with the columns arrival_s, prompt_tokens, output_tokens, ttft_ms,"
         " end_s (seconds since any moment), or what crossdock bench serve --url URL --json printed.",
-    )
-    watch_s: float = Field(
-        600.0,
-        ge=30.0,
-        le=86_400.0,
-        description="Without --timings: seconds for which metrics are read.",
-        json_schema_extra={"option": "--watch"},
     )
     model: str = Field(
         "",

@@ -101,7 +101,7 @@ class OverloadedCluster:
         cluster.run(cluster.now + warmup_steps * STEP_S)
         finished, output_tokens, held_block_s = self._finished, self._output_tokens, self.decode.held_block_s
         cluster.run(cluster.now + steps * STEP_S)
-        counters = cluster.core.counters
+        counters = cluster.core.cluster.counters
         return Figures(
             (self.decode.held_block_s - held_block_s) / (steps * STEP_S * self.kv_blocks),
             self._finished - finished,

@@ -62,11 +62,6 @@ class Send(msgspec.Struct, frozen=True, gc=False):
     incarnation: int
     message: Message
     blob: bytes = b""
-    recorded: int | None = None  # in a replay, whose blob is zeros: the prompt's fingerprint
-
-    @property
-    def fingerprint(self) -> int:
-        return fingerprint(self.blob) if self.recorded is None else self.recorded
 
 
 class StateChanged(msgspec.Struct, frozen=True, gc=False):

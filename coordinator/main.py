@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ from coordinator.accounting.ledger import Ledger, LedgerError
 from coordinator.accounting.quota import DAY_S
 from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.core import Core
-from coordinator.event_log.recorder import EventLog, RecordedCore
+from coordinator.event_log.recorder import Recorder
 from coordinator.events import (
     Action,
     Configured,
@@ -29,8 +30,8 @@ from coordinator.events import (
 from coordinator.outbox import Outbox
 from coordinator.policy.keeper import PolicyKeeper, PolicyStoreError
 from coordinator.policy.versions import PolicyInForce
-from coordinator.recovery.stall_detector import StallDetector, StallGuard
-from coordinator.reporting import report
+from coordinator.recovery.stall_detector import StallDetector
+from coordinator.reporting import status
 from coordinator.reporting.metrics import CoordinatorMetrics
 from proto import limits
 from proto.errors import CancelReason, Reject, RemoteProtocolError
@@ -65,12 +66,11 @@ class Coordinator:
         self.name = name = settings.name or f"coordinator-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
         self.core = Core(Limits(**{name: getattr(settings, name) for name in _LIMITS}))
-        self.record = EventLog(settings.event_log, settings.event_log_max_mib << 20) if settings.event_log else None
-        self.recorded = RecordedCore(self.core, self.record, name) if self.record is not None else None
+        self.recorder: Recorder | None = None
+        if settings.event_log:
+            self.recorder = Recorder(self.core, settings.event_log, settings.event_log_max_mib << 20, name)
         self.stall_detector = StallDetector(FailureDetector(settings.heartbeat_ms, 0.0).limit_s)
-        self.driver: CoreDriver[Event, Action] = CoreDriver(
-            StallGuard(self.recorded or self.core, self.stall_detector), perform=self._perform, tick=Tick()
-        )
+        self.driver: CoreDriver[Event, Action] = CoreDriver(self, perform=self._perform, tick=Tick())
         self.observed = MetricsServer(settings.metrics)
         self.peers: dict[int, Peer] = {}
         self.hash_key = b""
@@ -105,29 +105,40 @@ class Coordinator:
 
     def _begin_counting(self, before: "Coordinator | None") -> None:
         if before is None:
-            self.metrics = CoordinatorMetrics(self.core, clock.now)
+            self.metrics = CoordinatorMetrics(self.core.state, clock.now)
             self.metrics.registry.introduce(name=self.name)
             self.links = {"control": self.server.counters}
             link_counters(self.metrics.registry, self.links)
         else:
             self.metrics, self.links = before.metrics, before.links
-            self.metrics.begin_anew(self.core, before.complete(report.status(before.core)))
+            self.metrics.begin_anew(self.core.state, before.complete(status.status(before.core.state)))
             self.links["control"] = self.server.counters
 
         self.load = lambda: (self.driver.events, len(self.core.cluster.requests))
+
+    # --- the core, as `CoreDriver` drives it ----------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> Iterable[Action]:
+        """Record the event, and what comes of it. After an absence, act on nothing."""
+        return () if self.stall_detector.was_away(now) else (self.recorder or self.core).handle(event, now)
+
+    def next_deadline(self) -> float | None:
+        return None if self.stall_detector.away_s else self.core.next_deadline()
+
+    # --- the process ----------------------------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event, bind_within_s: float = 0.0) -> int:
         """Serve until `stop`, a failure, or an absence. `bind_within_s`: how long a predecessor may take to let the port go."""
         watching: list[asyncio.Task[None]] = []
         try:
-            if self.recorded is not None:
-                self.recorded.open()
+            if self.recorder is not None:
+                self.recorder.open()
         except OSError as error:
             raise ConfigError(f"--event-log: {error}") from error
         try:
             await self.observed.listen()
             policies = await self._configure()
-            watching.append(watched(policies.serve(lambda: report.arms(self.core))))
+            watching.append(watched(policies.serve(lambda: status.arms(self.core.state))))
             if self.tenants is not None:
                 watching.append(watched(self.tenants.watch(policies.file_changed)))
             address = await self.server.start(bind_within_s)
@@ -146,7 +157,7 @@ class Coordinator:
         watching.append(watched(garbage_collector.collect_seldom(self.load, clock.now)))
         ends = [asyncio.create_task(end) for end in (self.failure.wait(), stop.wait(), self._absent())]
         own = (Role.COORDINATOR, self.name, self.observed.address)
-        pages = {"/targets": lambda: report.targets(own, [peer.hello for peer in self.peers.values()])}
+        pages = {"/targets": lambda: status.targets(own, [peer.hello for peer in self.peers.values()])}
         self.observed.show(self.metrics.registry, lambda: None, pages)
         self.log.info("listening", address=address)
         notify.ready(f"listening on {address}")
@@ -160,15 +171,15 @@ class Coordinator:
         await self.server.close()
         await self.observed.close()
         self.driver.close()
-        if self.record is not None:
-            self.record.close("was away" if self.stall_detector.away_s else "stopped")
+        if self.recorder is not None:
+            self.recorder.close("was away" if self.stall_detector.away_s else "stopped")
         for end in ends:
             end.cancel()
         return 1 if self.failure.is_set() else 0
 
     async def _absent(self) -> None:
         while True:
-            if self.stall_detector.look(clock.now()):
+            if self.stall_detector.was_away(clock.now()):
                 return
             self._look_at_wall_clock()
             if self.outbox.uncommitted:
@@ -210,7 +221,7 @@ class Coordinator:
         step_s = clock.unix_time() - clock.now() - self._utc_offset_s
         if abs(step_s) > _CLOCK_STEP_S:
             self.log.warning("the wall clock was set", step_s=round(step_s, 1))
-            self._put_in_force(self.core.billing.quotas.tenants, self.core.goodput.policy)
+            self._put_in_force(self.core.accounts.billing.quotas.tenants, self.core.accounts.goodput.policy)
 
     def _committed(self, request_ids: list[str]) -> None:
         for send in self.outbox.committed(request_ids):
@@ -264,7 +275,7 @@ class Coordinator:
             self._refuse(peer, message)
             return
         if isinstance(message, PolicyRequest) and peer.hello.role is Role.OBSERVER and self.policies is not None:
-            self.policies.ask(message, peer.send)
+            self.policies.on_request(message, peer.send)
             return
         self.driver.post(Received(peer.incarnation, message, blob))
 
@@ -272,8 +283,9 @@ class Coordinator:
         """Whether a submit is refused because the ledger is behind. Only new submits are; the core answers repeated ones."""
         if self.ledger is None or not self.ledger.behind:
             return False
-        return submit.request_id not in self.core.cluster.requests and submit.attempt > self.core.last_attempt(
-            submit.request_id
+        return (
+            submit.request_id not in self.core.cluster.requests
+            and submit.attempt > self.core.state.last(submit.request_id).attempt
         )
 
     def _refuse(self, peer: Peer, submit: Submit) -> None:
@@ -311,13 +323,13 @@ class Coordinator:
                 if self.outbox.pass_or_hold(action):
                     self._send(action)
             case Opened():
-                self.metrics.opened(action)
+                self.metrics.on_opened(action)
                 self._record_usage(action)
             case Closed():
-                self.metrics.closed(action)
+                self.metrics.on_closed(action)
                 self._record_usage(action)
             case StateChanged(request_id, attempt, state, why):
-                self.metrics.moved(action)
+                self.metrics.on_state_changed(action)
                 emit = self.log.info if state in TERMINAL else self.log.debug
                 emit("request", request_id=request_id, attempt=attempt, state=state.value, why=why)
             case ProtocolViolation(incarnation, reason, bug):
@@ -335,7 +347,7 @@ class Coordinator:
         links, metrics = self.server.counters, self.metrics
         own_counters = {"protocol_errors": links.protocol_errors, "failed_checks": links.failed_checks}
         own_counters |= {f"turned_away_{reason}": count for reason, count in links.turned_away().items()}
-        counters, finished = report.summed((said.counters | own_counters, said.finished), metrics.earlier)
+        counters, finished = status.summed((said.counters | own_counters, said.finished), metrics.earlier)
         counters["absences"] = metrics.absences
         own = {self.name: self.observed.address} if self.observed.address else {}
         recent = metrics.recent.figures()

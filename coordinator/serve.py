@@ -1,13 +1,99 @@
-"""Runs a coordinator: waits for the leader lock of its usage ledger, serves, and begins anew after each absence."""
+"""Runs a coordinator: waits for the leader lock of its usage ledger, serves, and begins anew after each absence.
 
+Leadership is a lock on `FILE.lock`, kept until the process ends. The kernel then passes the lock on, no matter how the process
+ended. A standby has loaded everything by then, and serves within milliseconds. A restart without a standby takes the time of a
+Python start, about a second of CPU.
+
+A network file system may pass a lock on while its holder lives, for example if the holder is cut off for longer than its
+lease. So a ledger on such a file system is refused.
+"""
+
+import asyncio
+import fcntl
 import os
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Final
 
 from coordinator.main import Coordinator
-from coordinator.recovery.leader_lock import PREDECESSOR_S, LeaderLock, NotLeader
+from proto.errors import CrossdockError
 from runtime.metrics import server
 from runtime.process import log, notify
 from runtime.process.driver import Stop, run_process
+from runtime.process.exits import ConfigError
 from runtime.settings.roles import CoordinatorSettings
+from runtime.storage.lock_file import is_at, lock_of, network_file_system, open_lock
+
+PREDECESSOR_S: Final = 5.0
+"""How long a coordinator without `--standby` waits for a predecessor that is about to end, in seconds."""
+
+
+class NotLeader(CrossdockError):
+    """Another coordinator serves with this ledger, or its lock cannot be taken; `str()` has the path."""
+
+
+class LeaderLock:
+    def __init__(self, usage_db: str) -> None:
+        self.path = lock_of(usage_db)
+        self._usage_db = Path(usage_db).expanduser()
+        self._descriptor: int | None = None
+
+    async def acquire(self, stop: Stop, within_s: float | None) -> bool:
+        """Whether it was taken before `stop`; `within_s` None: however long it takes. Raises `NotLeader`, `ConfigError`."""
+        taken: Future[int] = Future()
+        threading.Thread(target=_wait, args=(self._usage_db, self.path, taken), name="turn", daemon=True).start()
+        taking, stopping = asyncio.wrap_future(taken), asyncio.ensure_future(stop.wait())
+        both: set[asyncio.Future[Any]] = {taking, stopping}
+        try:
+            await asyncio.wait(both, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done():
+                if not stop.is_set():
+                    raise NotLeader(f"{self.path}: another coordinator writes this ledger")
+                return False
+            self._descriptor = taking.result()
+        except (OSError, ValueError) as error:
+            raise NotLeader(str(error)) from None
+        finally:
+            taking.cancel()
+            stopping.cancel()
+        return True
+
+    def is_held(self) -> bool:
+        """Whether nobody else can have taken the lock meanwhile, as by removing its file."""
+        return self._descriptor is not None and is_at(self._descriptor, self.path)
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _wait(usage_db: Path, path: Path, taken: "Future[int]") -> None:
+    """Runs on a thread of its own, since waiting for a lock cannot be interrupted: a caller that gives up leaves the thread
+    behind."""
+    descriptor = -1
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (path.parent, Path(os.path.realpath(usage_db)).parent):
+            if kind := network_file_system(folder):
+                raise ConfigError(
+                    f"--usage-db: {folder} is on {kind}, a network file system, whose locks may be lost:"
+                    " name a file on a local disk"
+                )
+        descriptor = open_lock(path)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if not is_at(descriptor, path):
+            raise FileNotFoundError(f"{path} was removed while this coordinator waited for it")
+    except (OSError, ValueError, ConfigError) as error:
+        if taken.set_running_or_notify_cancel():
+            taken.set_exception(error)
+    else:
+        if taken.set_running_or_notify_cancel():
+            taken.set_result(descriptor)
+            return
+    if descriptor >= 0:
+        os.close(descriptor)
 
 
 async def serve(settings: CoordinatorSettings, stop: Stop) -> int:
@@ -22,14 +108,14 @@ async def serve(settings: CoordinatorSettings, stop: Stop) -> int:
         logger.info("standing by", lock=str(leader_lock.path))
         notify.ready(f"waits for {leader_lock.path}")
     try:
-        if not await leader_lock.take(stop, None if settings.standby else PREDECESSOR_S):
+        if not await leader_lock.acquire(stop, None if settings.standby else PREDECESSOR_S):
             return 0
         return await _serve_anew(settings, stop, PREDECESSOR_S if settings.standby else 0.0, leader_lock)
     except NotLeader as error:
         logger.error("cannot start", error=f"--usage-db: {error}")
         return 1
     finally:
-        leader_lock.give_up()
+        leader_lock.release()
 
 
 async def _serve_anew(

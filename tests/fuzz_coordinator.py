@@ -89,8 +89,8 @@ class CoordinatorWorld:
             self.feed(PeerDown(source.choice(list(ROLES)), "lost"))
         elif chance < 0.08:
             self.feed(Tick())
-        elif self.core.peers:
-            incarnation = source.choice(list(self.core.peers))
+        elif self.core.members.peers:
+            incarnation = source.choice(list(self.core.members.peers))
             try:
                 message, blob = decode(self.messages.frames(self.word_of(incarnation)))
             except RemoteProtocolError:
@@ -98,7 +98,7 @@ class CoordinatorWorld:
             self.feed(Received(incarnation, message, blob))
 
     def end(self) -> None:
-        for incarnation in list(self.core.peers):
+        for incarnation in list(self.core.members.peers):
             self.feed(PeerDown(incarnation, "the end"))
         self.now += 10_000
         self.feed(Tick())
@@ -112,11 +112,11 @@ class CoordinatorWorld:
                 self.sent.append(action)
         check(self.core, honest=False)
         self.core.next_deadline()
-        for action in list(self.core.out):
+        for action in list(self.core.state.out):
             # The driver drops the peer in the loop's next turn; other events may come first.
             if (
                 isinstance(action, ProtocolViolation)
-                and action.incarnation in self.core.peers
+                and action.incarnation in self.core.members.peers
                 and self.random.random() < 0.7
             ):
                 self.feed(PeerDown(action.incarnation, action.reason))

@@ -76,7 +76,7 @@ BREAKS: Final[dict[str, Break]] = {
         "            raise",
     ),
     "tests/coordinator/test_policy.py::test_policy_without_tenants_is_refused": Break(
-        "coordinator/policy/trial.py", "if old and not old & new:", "if False:"
+        "coordinator/policy/versions.py", "if old and not old & new:", "if False:"
     ),
     "tests/coordinator/test_ledger.py::test_refusals_pass_what_waits": Break(
         "coordinator/outbox.py", "if not isinstance(send.message, _APART):", "if True:"
@@ -106,7 +106,7 @@ BREAKS: Final[dict[str, Break]] = {
         "        except OSError as error:  # nothing",
     ),
     "tests/coordinator/test_checked.py::test_empty_model_is_forgotten": Break(
-        "coordinator/recovery/members.py", "if since + EMPTY_POOL_S_MAX > now:", "if True:"
+        "coordinator/recovery/processes.py", "if since + EMPTY_POOL_S_MAX > state.now:", "if True:"
     ),
     "tests/coordinator/test_checked.py::test_retry_may_not_change_request": Break(
         "coordinator/core.py",
@@ -221,7 +221,7 @@ BREAKS: Final[dict[str, Break]] = {
         "proto/codec.py", "    check_frames(frames)\n", ""
     ),
     "tests/coordinator/test_flips.py::test_flips_and_policy_need_operator_tool": Break(
-        "coordinator/core.py", "FlipRequest: ((Role.OBSERVER,),", "FlipRequest: (tuple(Role),"
+        "coordinator/core.py", "drain.FlipRequest: Handler(_OBSERVER,", "drain.FlipRequest: Handler(tuple(Role),"
     ),
     LINK + "test_protocol_error_ends_one_link_only": Break(
         "runtime/link/server.py", 'self.drop(peer, f"protocol error: {error}")', "pass"

@@ -16,8 +16,7 @@ LINES_MAX = 500
 
 FOLDERS_MAY_IMPORT = {
     "coordinator": {
-        "accounting": "policy",
-        "admission": "accounting recovery reporting",
+        "accounting": "",
         "event_log": "",
         "policy": "",
         "recovery": "reporting",

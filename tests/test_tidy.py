@@ -104,7 +104,6 @@ DRIVERS = frozenset(
         "coordinator/main.py",
         "coordinator/policy/keeper.py",
         "coordinator/serve.py",
-        "coordinator/recovery/leader_lock.py",
     }
 )
 """Files that turn decisions into I/O, where the rest of their folder decides."""

@@ -1,4 +1,1 @@
-"""Quotas, billing and the usage ledger.
-
-Start with `billing`; `ledger` is the database.
-"""
+"""Quotas, billing, goodput and the usage ledger. Start with `billing`; `ledger` is the database."""

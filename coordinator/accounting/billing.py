@@ -20,20 +20,21 @@ finished meanwhile. So a bill that it held is not closed as cancelled before `DO
 gateway of an interrupted answer, since only the gateway knows how far the answer got.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from typing import Generic, TypeVar
 
 import msgspec
 
-from coordinator.accounting.account import Grant
-from coordinator.accounting.bill import Bill
-from coordinator.accounting.quota import NO_RATES, Ask, Denial, Quotas
-from coordinator.accounting.tombstones import Remembered
+from coordinator.accounting.quota import NO_RATES, Ask, Denial, Grant, Quotas
 from coordinator.accounting.usage import Closed, Past, Settled
 from proto.messages import RateState, Submit
 from proto.parts import Held
 from runtime.tenancy.tenants import Tenants
 from scheduler.lifecycle import RequestState
+from scheduler.request import StateTimes
 
+V = TypeVar("V")
+SLICES = 16  # of the time and of the number of `Remembered`
 LOST = "lost"  # the outcome of an orphan about which no report came
 _UNSERVED = frozenset({RequestState.REJECTED, RequestState.EXPIRED, RequestState.FAILED})
 """Ends that the cluster caused. If nothing was computed either, the request is treated as if it had never come."""
@@ -44,6 +45,89 @@ def whole_of(submit: Submit) -> str:
     """Returns the id of the request of which this one is a resumed choice, or an empty string."""
     end = f".c{submit.first_choice}"
     return submit.request_id.removesuffix(end) if submit.choices == 1 and submit.request_id.endswith(end) else ""
+
+
+class UsageCounters(msgspec.Struct, eq=False, gc=False):
+    """The usage on a bill so far."""
+
+    attempt: int = 0
+    computed_tokens: int = 0  # prompt tokens that were computed in this attempt
+    prompt_tokens: int = 0  # prompt tokens to be charged
+    prompt_done: bool = False
+    """All of the prompt was computed or cached, in some attempt: what a later one computes of it again is not charged."""
+    output_tokens: int = 0  # answer tokens that are known to be emitted, summed over choices
+    from_token: int = 0  # the first answer token on this bill; those before it are on another one
+    charged_tokens: int = 0  # tokens that an earlier bill of this request charged
+    again: bool = False  # its row in the ledger may be closed
+    adopted: bool = False  # it was an orphan, and its row is in the ledger
+    held: int = 0  # reservations on workers, and dispatched chunks not yet reported
+    doubt_until: float = 0.0  # the time until which a lost worker or gateway may still report more of it
+    outcome: str = ""
+    ended: str = ""  # its outcome before it was reopened
+
+    @property
+    def used_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens - self.from_token
+
+
+class Bill(msgspec.Struct, eq=False, gc=False):
+    grant: Grant
+    request_id: str
+    prompt_tokens_max: int
+    choices: int = 1
+    counters: UsageCounters = msgspec.field(default_factory=UsageCounters)
+    times: StateTimes = msgspec.field(default_factory=StateTimes)
+
+    @property
+    def estimate(self) -> Ask:
+        """The amounts that were reserved, with those that were charged before."""
+        counters, grant = self.counters, self.grant
+        prompt_tokens = counters.prompt_tokens if counters.prompt_done else self.prompt_tokens_max
+        before = counters.charged_tokens - prompt_tokens
+        return Ask(prompt_tokens, before + grant.tokens, grant.kv_blocks, before + grant.tokens_max, grant.sequences)
+
+
+class Remembered(Generic[V]):
+    """Keeps each entry for `keep_s` seconds after it was last put in. A later `put` drops expired entries.
+
+    Entries lie in slices by when they were put in, and a slice is dropped as a whole, so that nothing is kept per entry but the
+    entry itself. A slice is small enough that growing its table does not take long."""
+
+    def __init__(self, keep_s: float, most: int) -> None:
+        self.keep_s = keep_s
+        self.most = most
+        self.dropped_early = 0  # entries that `most` pushed out before their time
+        self._slices: deque[tuple[float, dict[str, V]]] = deque()
+        """The time at which each slice was begun, and its entries; oldest first."""
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, key: str) -> bool:
+        return any(key in entries for _, entries in self._slices)
+
+    def get(self, key: str) -> V | None:
+        """The value that was put in last under this key."""
+        for _, entries in reversed(self._slices):
+            found = entries.get(key)
+            if found is not None:
+                return found
+        return None
+
+    def put(self, key: str, value: V, now: float) -> None:
+        slices, span_s = self._slices, self.keep_s / SLICES
+        while slices and slices[0][0] + self.keep_s + span_s <= now:
+            self._count -= len(slices.popleft()[1])
+        if not slices or slices[-1][0] + span_s <= now or len(slices[-1][1]) * SLICES >= self.most:
+            slices.append((now, {}))
+        entries = slices[-1][1]
+        self._count += key not in entries
+        entries[key] = value
+        while self._count > self.most:
+            dropped = len(slices.popleft()[1])
+            self._count -= dropped
+            self.dropped_early += dropped
 
 
 class Billing:
@@ -91,38 +175,17 @@ class Billing:
         return bill
 
     def open(
-        self,
-        request_id: str,
-        tenant: str,
-        ask: Ask,
-        now: float,
-        *,
-        idle: bool,
-        choices: int = 1,
-        usual_s: float = 0.0,
-        fingerprint: int | None = None,
+        self, submit: Submit, ask: Ask, now: float, *, idle: bool, usual_s: float = 0.0, fingerprint: int | None = None
     ) -> Bill | Denial:
-        grant = self.quotas.reserve(tenant, ask, now, idle=idle, usual_s=usual_s, fingerprint=fingerprint)
+        """Open the bill of a new request; a denial takes nothing. `idle` and the rest: see `Quotas.reserve`."""
+        grant = self.quotas.reserve(submit.tenant, ask, now, idle=idle, usual_s=usual_s, fingerprint=fingerprint)
         if isinstance(grant, Denial):
             return grant
-        return self._open(request_id, grant, ask.prompt_tokens, choices)
+        return self._open(submit.request_id, grant, ask.prompt_tokens, submit.choices)
 
     def _open(self, request_id: str, grant: Grant, prompt_tokens_max: int, choices: int = 1) -> Bill:
         assert request_id not in self.bills
-        bill = self.bills[request_id] = Bill(
-            grant.accounts,
-            grant.tokens,
-            grant.tokens_max,
-            grant.kv_blocks,
-            grant.day,
-            grant.rated,
-            grant.borrowed,
-            grant.at,
-            grant.sequences,
-            request_id,
-            prompt_tokens_max,
-            choices,
-        )
+        bill = self.bills[request_id] = Bill(grant, request_id, prompt_tokens_max, choices)
         return bill
 
     def open_promised(self, submit: Submit, ask: Ask, held: int, now: float) -> Bill:
@@ -166,7 +229,7 @@ class Billing:
             self.orphans[bill.request_id] = orphans_until
             return
         del self.bills[bill.request_id]
-        self.quotas.undo(bill, now)
+        self.quotas.undo(bill.grant, now)
 
     def rates(self, tenant: str, now: float) -> RateState | None:
         """Returns None if nothing is limited, or the tenant is not known."""
@@ -318,9 +381,9 @@ class Billing:
         cached_tokens = max(bill.prompt_tokens_max - counters.prompt_tokens, 0) if whole else 0
         used_tokens = counters.used_tokens
         if used_tokens or counters.outcome not in _UNSERVED:
-            self.quotas.settle(bill, used_tokens - counters.charged_tokens, now)
+            self.quotas.settle(bill.grant, used_tokens - counters.charged_tokens, now)
         else:
-            self.quotas.undo(bill, now)
+            self.quotas.undo(bill.grant, now)
         settled = Settled(
             counters.attempt, counters.computed_tokens, counters.prompt_tokens, bill.prompt_tokens_max, counters.prompt_done,
             counters.output_tokens, counters.from_token, counters.charged_tokens, used_tokens,

@@ -23,7 +23,7 @@ Rows are found by request id; a second opening or closing of one changes nothing
 rows of the last minute.
 
 **A start does not take longer with the day.** It reads only rows that an index finds (`ledger_past`): open rows, rows of the
-last minute, and the day's sums, which `ledger_totals` keeps beside the rows.
+last minute, and the day's sums.
 
 **Private.** The file and those that SQLite makes beside it can be read by this user alone: they have tenants and their usage.
 
@@ -51,7 +51,7 @@ from typing import Final, TypeVar
 
 from msgspec.structs import asdict
 
-from coordinator.accounting import ledger_past, ledger_totals
+from coordinator.accounting import ledger_past
 from coordinator.accounting.ledger_past import day_text
 from coordinator.accounting.quota import DAY_S, Ask
 from coordinator.accounting.usage import Closed, Entry, Opened, Past
@@ -136,7 +136,7 @@ class LedgerError(CrossdockError):
 
 
 class Ledger:
-    """Used on the event loop's thread, by the coordinator that leads (`coordinator.recovery.leader_lock`). `on_committed`
+    """Used on the event loop's thread, by the coordinator that leads (`coordinator.serve`). `on_committed`
     gets the ids of requests whose opening is on disk, `on_failed` the error after which nothing is written any more; both
     are called on the loop."""
 
@@ -324,7 +324,7 @@ def _prepare(db: sqlite3.Connection) -> None:
         raise LedgerError(f"it is of version {version}, this program writes version {_VERSION}")
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
-    db.executescript(_SCHEMA + ledger_totals.SCHEMA)
+    db.executescript(_SCHEMA + ledger_past.TOTALS_SCHEMA)
     # A file that cannot be written to, such as one with another table, is refused before any request is served.
     db.execute("BEGIN IMMEDIATE")
     for entry in _TRIED:

@@ -1,4 +1,1 @@
-"""The event log: recording, replay, and explanations made from it.
-
-Start with `recorder`.
-"""
+"""The event log: recording, replay, and explanations made from it. Start with `recorder`."""

@@ -123,12 +123,12 @@ class Chain:
         self._head = b""
         self.sum = 0
 
-    def event(self, head: bytes) -> None:
+    def add_event(self, head: bytes) -> None:
         self._head = head
         self._hash = xxh64_intdigest(head, self._hash)
         self.sum = self._hash & _SUM_MASK
 
-    def actions(self, actions: Iterable[Action]) -> int:
+    def add_actions(self, actions: Iterable[Action]) -> int:
         self._hash = xxh64_intdigest(_actions_bytes(actions), self._hash)
         return self._hash
 

@@ -28,11 +28,21 @@ _MISTAKES: Final = (FileNotFoundError, FileExistsError, IsADirectoryError, NotAD
 _END_BYTES: Final = 1024  # room kept for the last record
 
 
-class EventLog:
-    """The file. Used on the event loop's thread."""
+class Recorder:
+    """A core, with each event and a digest of its actions written to a file. Used on the event loop's thread."""
 
-    def __init__(self, path: str, bytes_max: int) -> None:
+    def __init__(self, core: Core, path: str, bytes_max: int, process: str = "") -> None:
         self.path = Path(path).expanduser()
+        self._core = core
+        self._header = Header(
+            core.limits,
+            software=version_of(),
+            platform=f"Python {platform.python_version()} on {platform.machine()}",
+            process=process,
+            unix_s=clock.unix_time(),
+            started=clock.now(),
+        )
+        self._chain = Chain(encode_header(self._header))
         self._bytes_max = bytes_max
         self._log = log.get("crossdock.event_log")
         self._fd = -1
@@ -47,15 +57,35 @@ class EventLog:
     def recording(self) -> bool:
         return self._fd >= 0
 
-    def open(self, header: Header) -> None:
-        """Begin a new file; those of earlier processes are kept beside it. Raises `OSError`."""
-        _keep_earlier(self.path)
-        start = bytearray(encode_header(header))
-        self._fd = _open_new(self.path)
-        _write_all(self._fd, start)
-        self._bytes = len(start)
+    def open(self) -> None:
+        """Begin a new file; those of earlier processes are kept beside it. Raises `OSError` if the path is a mistake. If the
+        disk is full, logs that nothing is recorded."""
+        try:
+            _keep_earlier(self.path)
+            start = bytearray(encode_header(self._header))
+            self._fd = _open_new(self.path)
+            _write_all(self._fd, start)
+            self._bytes = len(start)
+        except _MISTAKES:
+            raise
+        except OSError as error:
+            self._fail(error)
 
-    def write(self, record: bytes) -> None:
+    def handle(self, event: Event, now: float) -> list[Action]:
+        if not self.recording:
+            return self._core.handle(event, now)
+        chain = self._chain
+        chain.add_event(event_bytes(event, now))
+        try:
+            actions = self._core.handle(event, now)
+        except Exception as error:
+            self._write(chain.record(FAILED, repr(error)[:ERROR_CHARS_MAX]))
+            self.close("the core failed")
+            raise
+        self._write(chain.record(len(actions), chain.add_actions(actions)))
+        return actions
+
+    def _write(self, record: bytes) -> None:
         if self._fd < 0:
             return
         if self._bytes + len(record) > self._bytes_max - _END_BYTES:
@@ -82,7 +112,7 @@ class EventLog:
         except (OSError, TimeoutError) as error:
             self._log.warning("the end of the event log is lost", path=str(self.path), error=str(error) or "timeout")
 
-    def fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         self._log.error("the event log is off", path=str(self.path), error=str(error))
         if self._fd >= 0:
             self._release(bytearray())
@@ -114,56 +144,13 @@ class EventLog:
         self._writing = None
         error = None if done.cancelled() else done.exception()
         if error is not None:
-            self.fail(error)
+            self._fail(error)
         self._flush()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-class RecordedCore:
-    """The core, with each event and a digest of its actions written down."""
-
-    def __init__(self, core: Core, event_log: EventLog, process: str = "") -> None:
-        self._core, self._event_log = core, event_log
-        self._header = Header(
-            core.limits,
-            software=version_of(),
-            platform=f"Python {platform.python_version()} on {platform.machine()}",
-            process=process,
-            unix_s=clock.unix_time(),
-            started=clock.now(),
-        )
-        self._chain = Chain(encode_header(self._header))
-
-    def open(self) -> None:
-        """Open the event log. Raises `OSError` if the path is a mistake. If the disk is full, logs that nothing is
-        recorded."""
-        try:
-            self._event_log.open(self._header)
-        except _MISTAKES:
-            raise
-        except OSError as error:
-            self._event_log.fail(error)
-
-    def next_deadline(self) -> float | None:
-        return self._core.next_deadline()
-
-    def handle(self, event: Event, now: float) -> list[Action]:
-        if not self._event_log.recording:
-            return self._core.handle(event, now)
-        chain = self._chain
-        chain.event(event_bytes(event, now))
-        try:
-            actions = self._core.handle(event, now)
-        except Exception as error:
-            self._event_log.write(chain.record(FAILED, repr(error)[:ERROR_CHARS_MAX]))
-            self._event_log.close("the core failed")
-            raise
-        self._event_log.write(chain.record(len(actions), chain.actions(actions)))
-        return actions
 
 
 def _keep_earlier(path: Path) -> None:

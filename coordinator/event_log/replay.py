@@ -100,7 +100,7 @@ class Replay:
 
     def _step(self, record: EventRecord, observer: Observer | None) -> Difference | None:
         event, now = record.event, record.now
-        self._chain.event(record.head)
+        self._chain.add_event(record.head)
         if self._chain.sum != record.sum:
             why = "the record is not what was written: it was changed, or one before it is missing"
             return self._difference(record, why, f"sum {record.sum:08x}", f"sum {self._chain.sum:08x}")
@@ -113,7 +113,7 @@ class Replay:
                 self.failed = record.error
                 return None
             return self._difference(record, "the core failed", _recorded(record), repr(error))
-        digest = self._chain.actions(actions)
+        digest = self._chain.add_actions(actions)
         if record.count != len(actions) or record.digest != digest:
             replayed = f"{len(actions)} actions, digest {digest:016x}"
             return self._difference(record, "the actions differ", _recorded(record), replayed, tuple(actions))

@@ -7,7 +7,6 @@ from typing import Final
 import msgspec
 
 from coordinator.core import Core
-from coordinator.event_log.ratio import LoggedAdvice, LoggedRatio, RoleChange
 from coordinator.event_log.reasons import (
     AwaitsTrial,
     BehindNoRoom,
@@ -21,6 +20,7 @@ from coordinator.event_log.reasons import (
     SameTenant,
     why_not,
 )
+from coordinator.event_log.whole_log import LoggedAdvice, LoggedRatio, RoleChange
 from coordinator.events import Action, Event, Received, Send, StateChanged
 from proto.messages import HandedOver, Rejected, Reserve, Step, Submit
 from scheduler.lifecycle import TERMINAL, RequestState
@@ -183,9 +183,9 @@ class Timeline:
     def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
         self._take(actions)
         target = core.cluster.requests.get(self.request_id)
-        news = self._ratio.news(core, event, self._at_s)
+        changes = self._ratio.changes(core, event, self._at_s)
         if self._began is not None and not self._has_ended:
-            self.entries += news
+            self.entries += changes
         kept = target is not None and any(pool.room_for_large.request is target for pool in core.cluster.pools.values())
         if kept and not self._kept and target is not None:
             self._add(KeptFor(self._at_s, target.attempt_progress.bypassed))
@@ -193,7 +193,7 @@ class Timeline:
 
     def _watch(self, decision: WatchedEvent) -> None:
         assert self._core is not None
-        self._take(self._core.out)
+        self._take(self._core.state.out)
         if isinstance(decision, Composed):
             self._ends[decision.worker.incarnation, decision.step_id] = decision.end
             return
@@ -219,7 +219,7 @@ class Timeline:
     def _submitted(self, core: Core, submit: Submit, at_s: float) -> Submitted:
         queue = core.cluster.queues.get(submit.model)
         waiting = list(queue) if queue is not None else []
-        priority_class, *_ = path = core.path(submit)
+        priority_class, *_ = path = core.accounts.path(submit)
         own = sum(request.path == path for request in waiting)
         what = (submit.attempt, priority_class, submit.tenant, submit.prompt_tokens, submit.sampling.max_tokens)
         return Submitted(at_s, *what, len(waiting), own)
@@ -286,7 +286,7 @@ class Timeline:
     def _rejection(self) -> tuple[str, float]:
         """The reason that its gateway is told, and when to try again."""
         assert self._core is not None
-        for action in self._core.out:
+        for action in self._core.state.out:
             match action:
                 case Send(_, Rejected(request_id=request_id) as told) if request_id == self.request_id:
                     return told.message, told.retry_after_s
@@ -298,7 +298,7 @@ class Timeline:
         if not isinstance(message, Submit) or message.request_id == self.request_id or "overload" not in why:
             return None
         assert self._core is not None
-        return By(message.request_id, self._core.path(message)[0], message.tenant)
+        return By(message.request_id, self._core.accounts.path(message)[0], message.tenant)
 
     def _add(self, entry: Entry) -> None:
         self._close_passing()

@@ -1,4 +1,1 @@
-"""Versions of the scheduling policy: which one is in force, which one is on trial, and for whom.
-
-`versions` decides, `trial` makes one tenants table of two, and `keeper` reads, stores and answers `crossdock policy`.
-"""
+"""Versions of the policy, and trials of one beside another. Start with `versions`."""

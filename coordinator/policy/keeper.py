@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from coordinator.policy.trial import check_tenants, tenants_of
-from coordinator.policy.versions import PolicyError, PolicyInForce, Tables, Trial, Versions
+from coordinator.policy.versions import PolicyError, PolicyInForce, Tables, Trial, Versions, check_tenants, tenants_of
 from proto.errors import CrossdockError
 from proto.policy import ArmStatus, PolicyAction, PolicyAnswer, PolicyRequest, PolicyVersion
 from runtime.process import clock, log
@@ -58,7 +57,7 @@ class PolicyKeeper:
         if not self._asked.full():
             self._asked.put_nowait(None)
 
-    def ask(self, request: PolicyRequest, answer: Answer) -> None:
+    def on_request(self, request: PolicyRequest, answer: Answer) -> None:
         try:
             self._asked.put_nowait((request, answer))
         except asyncio.QueueFull:

@@ -1,4 +1,1 @@
-"""Workers and gateways that come, go or drain; the leader lock; stalls of the coordinator itself.
-
-Start with `members`.
-"""
+"""Workers and gateways that come, go or drain, and the lock of the leader. Start with `processes`."""

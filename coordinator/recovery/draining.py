@@ -11,8 +11,7 @@ computes their last tokens, and sends the KV to the decode worker on which they 
 from collections.abc import Sequence
 from math import inf
 
-from coordinator.events import Received
-from coordinator.reporting import report
+from coordinator.reporting import status
 from coordinator.state import State
 from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
 from proto.errors import Interrupt
@@ -47,26 +46,27 @@ def dependents(state: State, worker: Worker) -> list[Request]:
     return [request for request in found if request is not None and needs(request, worker)]
 
 
-def begin(state: State, worker: Worker, hand_over_ms: float, now: float) -> None:
+def begin(state: State, worker: Worker, hand_over_ms: float) -> None:
     worker.draining, worker.dismissed = True, False
-    worker.hand_over_at = now + hand_over_ms / 1000
+    worker.hand_over_at = state.now + hand_over_ms / 1000
     state.cluster.draining[worker.incarnation] = worker
     state.cluster.drop_retained_on(worker)
     state.cluster.unbind_all(worker)
     _refresh_eligibility(state, worker)
 
 
-def join(state: State, worker: Worker, hand_over_ms: float | None, now: float) -> None:
+def on_worker_joined(state: State, worker: Worker, hand_over_ms: float | None) -> None:
     """Drain a worker that registers, if it should be. `hand_over_ms`: what the worker knows of its draining. A person's order
     goes before that, since the message with it may have been lost with the connection."""
-    if worker.incarnation in state.drain_orders:
-        until = state.drain_orders[worker.incarnation]
-        ordered_ms = None if until is None else max(0.0, 1000 * (until - now))
+    orders = state.members.drain_orders
+    if worker.incarnation in orders:
+        until = orders[worker.incarnation]
+        ordered_ms = None if until is None else max(0.0, 1000 * (until - state.now))
         if ordered_ms != hand_over_ms:
             state.send(worker.incarnation, Draining(ordered_ms))
         hand_over_ms = ordered_ms
     if hand_over_ms is not None:
-        begin(state, worker, hand_over_ms, now)
+        begin(state, worker, hand_over_ms)
 
 
 def end(state: State, worker: Worker) -> None:
@@ -79,82 +79,60 @@ def _refresh_eligibility(state: State, worker: Worker) -> None:
     model = worker.hello.model
     state.cluster.pools[model].changed(worker)
     state.cluster.refresh_eligibility(model, state.now)
-    state.tell_gateways()
+    state.send_gateways()
 
 
-def said(state: State, incarnation: int, event: Received, now: float) -> None:
+def on_draining(state: State, worker: Worker, message: Draining) -> None:
     """Drain a worker that reports that it is to end, or take that back."""
-    message, worker = event.message, state.cluster.workers[incarnation]
-    assert isinstance(message, Draining)
     worker.leaving = message.hand_over_ms is not None
-    state.drain_orders.pop(incarnation, None)
+    state.members.drain_orders.pop(worker.incarnation, None)
     if message.hand_over_ms is None:
         end(state, worker)
     else:
-        begin(state, worker, message.hand_over_ms, now)
+        begin(state, worker, message.hand_over_ms)
 
 
-def asked(state: State, incarnation: int, event: Received, now: float) -> None:
+def on_drain_request(state: State, observer: int, request: DrainRequest) -> None:
     """Drain the workers that a person has named, or undo that."""
-    request = event.message
-    assert isinstance(request, DrainRequest)
-    workers = named(state, request.worker)
+    workers, orders = state.members.named(request.worker), state.members.drain_orders
     refusal = _refusal(state, request, workers)
     for worker in workers if not refusal else ():
         if request.undo:
             end(state, worker)
         else:
-            begin(state, worker, request.hand_over_ms, now)
-        state.drain_orders.pop(worker.incarnation, None)
-        state.drain_orders[worker.incarnation] = None if request.undo else worker.hand_over_at
-        if len(state.drain_orders) > ORDERS_MAX:
-            state.drain_orders.popitem(last=False)
+            begin(state, worker, request.hand_over_ms)
+        orders.pop(worker.incarnation, None)
+        orders[worker.incarnation] = None if request.undo else worker.hand_over_at
+        if len(orders) > ORDERS_MAX:
+            orders.popitem(last=False)
         state.send(worker.incarnation, Draining(None if request.undo else request.hand_over_ms))
-    state.send(incarnation, DrainAnswer(refusal[:500], report.workers(state)))
-
-
-def named(state: State, name: str) -> list[Worker]:
-    """Those that people mean by a name: one, or both roles of a mixed worker; more if several processes have it."""
-    own = [worker for worker in state.cluster.workers.values() if worker.hello.name == name]
-    return own or [worker for worker in state.cluster.workers.values() if worker.hello.process == name]
-
-
-def unnamed(state: State, name: str, found: Sequence[Worker]) -> str:
-    """Returns why a name does not mean one worker, if `found` have it; empty if it does."""
-    if not found:
-        names = sorted({worker.process_name for worker in state.cluster.workers.values()})
-        return f"no worker is called {name!r}; there are {', '.join(names) or 'none'}"
-    is_process = found[0].hello.name != name
-    processes = {(worker.hello.host, worker.hello.pid) if is_process else worker.incarnation for worker in found}
-    if len(processes) > 1:
-        return f"{len(processes)} workers are called {name!r}: give each a --name of its own"
-    return ""
+    state.send(observer, DrainAnswer(refusal[:500], status.workers(state)))
 
 
 def _refusal(state: State, request: DrainRequest, workers: Sequence[Worker]) -> str:
-    if why := unnamed(state, request.worker, workers):
+    if why := state.members.why_ambiguous(request.worker, workers):
         return why
-    if (flip := state.flipping.get(workers[0].incarnation)) is not None:
+    if (flip := state.members.flipping.get(workers[0].incarnation)) is not None:
         return f"{request.worker} is changing its role to {flip.role}; wait until that is done"
     if workers[0].leaving:
         return f"{request.worker} is about to end, and will be gone when it is drained" if request.undo else ""
     return ""
 
 
-def hand_over(state: State, now: float) -> None:
+def hand_over_due(state: State) -> None:
     """Hand over the requests of draining workers whose time is up."""
     for worker in state.cluster.draining.values():
-        if now < worker.hand_over_at:
+        if state.now < worker.hand_over_at:
             continue
         worker.hand_over_at = inf
-        flip = state.flipping.get(worker.incarnation)
+        flip = state.members.flipping.get(worker.incarnation)
         for request in dependents(state, worker):
             keeps = flip is not None and flip.keeps(worker.hello.role) and _is_kept(request)
-            state.interrupt(request, Interrupt.DRAINED, f"{worker.hello.name} is drained", now, tell=not keeps)
+            state.interrupt(request, Interrupt.DRAINED, f"{worker.hello.name} is drained", tell=not keeps)
             if keeps and flip is not None:
                 flip.kept.append(request.key)
-                flip.kept_until = now + KEPT_S_MAX
-                state.keeping[flip] = None
+                flip.kept_until = state.now + KEPT_S_MAX
+                state.members.keeping[flip] = None
             if worker.hello.role is Role.PREFILL:
                 state.cluster.retain_allocation(request)
         if worker.hello.role is Role.DECODE:
@@ -169,13 +147,12 @@ def _is_kept(request: Request) -> bool:
 
 def _hand_over_adopted(state: State, worker: Worker) -> None:
     """Hand over streams of an earlier coordinator. All gateways are told, and each knows its own."""
-    gateways = [incarnation for incarnation, hello in state.peers.items() if hello.role is Role.GATEWAY]
     for request_id, attempt in worker.allocations:
         if request_id in state.cluster.requests or request_id in state.ended:
             continue
         state.counters[f"interrupted_{Interrupt.DRAINED}"] += 1
         state.send(worker.incarnation, Release(request_id, attempt))
-        for incarnation in gateways:
+        for incarnation in state.members.gateways():
             why = f"{worker.hello.name} is drained"
             state.send(incarnation, Interrupted(request_id, attempt, Interrupt.DRAINED, why))
 
@@ -185,12 +162,13 @@ def dismiss(state: State) -> None:
     for worker in state.cluster.draining.values():
         if worker.dismissed or worker.allocations or worker.steps:
             continue
-        flip = state.flipping.get(worker.incarnation)
+        flip = state.members.flipping.get(worker.incarnation)
         if flip is not None and flip.state is FlipState.DRAINING:
             continue  # its process has something in its other role
         worker.dismissed = True
         state.send(worker.incarnation, Drained())
 
 
-def next_hand_over(state: State) -> float:
-    return min((worker.hand_over_at for worker in state.cluster.draining.values()), default=inf)
+def next_hand_over(state: State) -> float | None:
+    due = min((worker.hand_over_at for worker in state.cluster.draining.values()), default=inf)
+    return due if due < inf else None

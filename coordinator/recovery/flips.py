@@ -8,9 +8,8 @@ It is given up on both sides if a connection to the process is lost.
 from collections.abc import Sequence
 from math import inf
 
-from coordinator.events import Received
 from coordinator.recovery import draining
-from coordinator.reporting import report
+from coordinator.reporting import status
 from coordinator.state import State
 from proto import drain
 from proto.drain import Draining, FlipAnswer, FlipFailed, FlipRequest
@@ -27,40 +26,39 @@ back."""
 CACHE_TOLD_S = 0.1  # how long a worker that has come back may take to report what it has cached, in seconds
 
 
-def asked(state: State, incarnation: int, event: Received, now: float) -> None:
+def on_flip_request(state: State, observer: int, request: FlipRequest) -> None:
     """Begin a change of role that a person or the autopilot asks for."""
-    request = event.message
-    assert isinstance(request, FlipRequest)
-    workers = draining.named(state, request.worker)
+    members = state.members
+    workers = members.named(request.worker)
     refusal = _refusal(state, request, workers)
     if not refusal:
-        flip = RunningFlip([worker.hello for worker in workers], request.role, request.force, request.why, now)
-        state.flips.append(flip)
+        flip = RunningFlip([worker.hello for worker in workers], request.role, request.force, request.why, state.now)
+        members.flips.append(flip)
         for worker in workers:
-            state.flipping[worker.incarnation] = flip
-            state.drain_orders.pop(worker.incarnation, None)
-            draining.begin(state, worker, request.hand_over_ms, now)
+            members.flipping[worker.incarnation] = flip
+            members.drain_orders.pop(worker.incarnation, None)
+            draining.begin(state, worker, request.hand_over_ms)
             state.send(worker.incarnation, drain.Flip(request.role, request.hand_over_ms))
-    state.send(incarnation, FlipAnswer(refusal[:500], report.workers(state)))
+    state.send(observer, FlipAnswer(refusal[:500], status.workers(state)))
 
 
 def _refusal(state: State, request: FlipRequest, workers: Sequence[Worker]) -> str:
     name = request.worker
     if request.role not in (*WORKERS, Role.MIXED):
         return f"a worker cannot take the role {request.role}; the roles are prefill, decode and mixed"
-    if why := draining.unnamed(state, name, workers):
+    if why := state.members.why_ambiguous(name, workers):
         return why
     if (process := workers[0].process_name) != name:
         return f"{name} is one role of the mixed worker {process}; name that"
     before = Role.MIXED if workers[0].hello.process else Role(workers[0].hello.role)
     if before is request.role:
         return f"{name} is a {before} worker already"
-    if running := state.flipping.get(workers[0].incarnation):
+    if running := state.members.flipping.get(workers[0].incarnation):
         return f"{name} is changing its role to {running.role}; wait until that is done"
     if len(workers) < len(before.registers_as):
         return f"{name} is a mixed worker, and registered in one of its roles alone; try again"
     model = workers[0].hello.model
-    others = sum(flip.hellos[0].model == model for flip in _running(state))
+    others = sum(flip.hellos[0].model == model for flip in state.members.running_flips())
     pool = state.cluster.pools[model]
     processes = {worker.process_name for side in (pool.prefill, pool.decode) for worker in side.values()}
     if others >= flips_at_once(len(processes)):
@@ -82,11 +80,6 @@ def _refusal_of(state: State, request: FlipRequest, worker: Worker) -> str:
     return ""
 
 
-def _running(state: State) -> list[RunningFlip]:
-    """Returns each running change once; a mixed worker's change is stored under both its incarnations."""
-    return list(dict.fromkeys(state.flipping.values()))
-
-
 def _is_last(state: State, worker: Worker) -> bool:
     """Whether no other worker of its model and role takes work."""
     pool = state.cluster.pools[worker.hello.model]
@@ -94,30 +87,26 @@ def _is_last(state: State, worker: Worker) -> bool:
     return all(other is worker or other.draining for other in side.values())
 
 
-def look(state: State, now: float) -> None:
+def change_over_due(state: State) -> None:
     """Check after each event which changing workers may change over now, or have taken too long."""
-    for flip in _running(state):
-        _look_at(state, flip, now)
+    for flip in state.members.running_flips():
+        workers = [state.cluster.workers[one] for one in flip.incarnations if one in state.cluster.workers]
+        if flip.state is FlipState.REGISTERING:
+            if state.now >= flip.drained_at + REGISTER_S_MAX:
+                _give_up(state, flip, f"it did not register as a {flip.role} worker within {REGISTER_S_MAX:.0f} s")
+        elif any(worker.leaving for worker in workers):
+            _give_up(state, flip, "it is to end")
+        elif workers and not any(worker.allocations or worker.steps for worker in workers):
+            last = [worker for worker in workers if not flip.force and _is_last(state, worker)]
+            if last:
+                _give_up(state, flip, f"it has become the only {last[0].hello.role} worker that takes work")
+            else:
+                flip.state, flip.drained_at = FlipState.REGISTERING, state.now  # `draining.dismiss` follows
 
 
-def _look_at(state: State, flip: RunningFlip, now: float) -> None:
-    workers = [state.cluster.workers[one] for one in flip.incarnations if one in state.cluster.workers]
-    if flip.state is FlipState.REGISTERING:
-        if now >= flip.drained_at + REGISTER_S_MAX:
-            _give_up(state, flip, f"it did not register as a {flip.role} worker within {REGISTER_S_MAX:.0f} s")
-    elif any(worker.leaving for worker in workers):
-        _give_up(state, flip, "it is to end")
-    elif workers and not any(worker.allocations or worker.steps for worker in workers):
-        last = [worker for worker in workers if not flip.force and _is_last(state, worker)]
-        if last:
-            _give_up(state, flip, f"it has become the only {last[0].hello.role} worker that takes work")
-        else:
-            flip.state, flip.drained_at = FlipState.REGISTERING, now  # `draining.dismiss` follows
-
-
-def worker_lost(state: State, worker: Worker, reason: str) -> None:
+def on_worker_lost(state: State, worker: Worker, reason: str) -> None:
     """Called when any worker goes, after it has been taken out of its pool."""
-    for flip in _running(state):
+    for flip in state.members.running_flips():
         if flip.state is not FlipState.DRAINING:
             continue  # one that may change over goes as it should; whether it comes back is seen then
         if worker.incarnation in flip.incarnations:
@@ -129,16 +118,16 @@ def worker_lost(state: State, worker: Worker, reason: str) -> None:
             _give_up(state, flip, f"it has become the only {role} worker, as {worker.hello.name} is gone")
 
 
-def worker_joined(state: State, hello: Hello, now: float) -> None:
+def on_worker_joined(state: State, hello: Hello) -> None:
     name = hello.process or hello.name
-    flip = next((one for one in _running(state) if one.name == name), None)
+    flip = next((one for one in state.members.running_flips() if one.name == name), None)
     if flip is None:
         return
     if hello.flipped_from in flip.incarnations:
-        state.unproven[hello.incarnation] = flip
+        state.members.unproven[hello.incarnation] = flip
         if flip.came_back(hello):
-            flip.state, flip.registered_at = FlipState.DONE, now
-            flip.kept_until = min(flip.kept_until, now + CACHE_TOLD_S)
+            flip.state, flip.registered_at = FlipState.DONE, state.now
+            flip.kept_until = min(flip.kept_until, state.now + CACHE_TOLD_S)
             _forget(state, flip)
             state.counters["flips"] += 1
     elif flip.state is FlipState.REGISTERING:
@@ -146,11 +135,10 @@ def worker_joined(state: State, hello: Hello, now: float) -> None:
         _give_up(state, flip, "the connection to it was lost" if again else "it was started again")
 
 
-def failed(state: State, incarnation: int, event: Received, now: float) -> None:
+def on_flip_failed(state: State, worker: Worker, message: FlipFailed) -> None:
     """Give up a change, since the worker reports that it cannot."""
-    assert isinstance(event.message, FlipFailed)
-    if (flip := state.flipping.get(incarnation)) is not None:
-        _give_up(state, flip, event.message.why)
+    if (flip := state.members.flipping.get(worker.incarnation)) is not None:
+        _give_up(state, flip, message.why)
 
 
 def _give_up(state: State, flip: RunningFlip, why: str) -> None:
@@ -165,26 +153,30 @@ def _give_up(state: State, flip: RunningFlip, why: str) -> None:
             state.send(worker.incarnation, Draining(None))
 
 
-def cache_told(state: State, incarnation: int) -> None:
+def _forget(state: State, flip: RunningFlip) -> None:
+    names = state.members.names
+    for hello in flip.hellos:
+        del state.members.flipping[hello.incarnation]
+        if flip.state is FlipState.DONE and names.get(hello.name) == hello.incarnation:
+            del names[hello.name]  # a mixed worker's names are others
+
+
+def cache_reported(state: State, incarnation: int) -> None:
     """Resume the kept streams of a worker that has just come back, since it has reported what it has cached."""
-    flip = state.unproven.get(incarnation)
+    flip = state.members.unproven.get(incarnation)
     if flip is not None and flip.state is FlipState.DONE:
         _resume(state, flip)
 
 
-def resume_due(state: State, now: float) -> None:
+def resume_due(state: State) -> None:
     """Resume streams that have waited too long for their worker to come back. They are computed again elsewhere."""
-    for flip in list(state.keeping):
-        if now >= flip.kept_until:
+    for flip in list(state.members.keeping):
+        if state.now >= flip.kept_until:
             _resume(state, flip)
 
 
-def next_resume(state: State) -> float:
-    return min((flip.kept_until for flip in state.keeping), default=inf)
-
-
 def _resume(state: State, flip: RunningFlip) -> None:
-    state.keeping.pop(flip, None)
+    state.members.keeping.pop(flip, None)
     kept, flip.kept = flip.kept, []
     for key in kept:
         request = state.cluster.current(*key)
@@ -193,13 +185,8 @@ def _resume(state: State, flip: RunningFlip) -> None:
             state.send(request.gateway_incarnation, Interrupted(*key, Interrupt.DRAINED, why))
 
 
-def _forget(state: State, flip: RunningFlip) -> None:
-    for hello in flip.hellos:
-        del state.flipping[hello.incarnation]
-        if flip.state is FlipState.DONE and state.names.get(hello.name) == hello.incarnation:
-            del state.names[hello.name]  # a mixed worker's names are others
-
-
-def next_deadline(state: State) -> float:
-    registering = (flip for flip in _running(state) if flip.state is FlipState.REGISTERING)
-    return min((flip.drained_at + REGISTER_S_MAX for flip in registering), default=inf)
+def next_deadline(state: State) -> float | None:
+    running = state.members.running_flips()
+    due = [flip.drained_at + REGISTER_S_MAX for flip in running if flip.state is FlipState.REGISTERING]
+    due += [flip.kept_until for flip in state.members.keeping if flip.kept_until < inf]
+    return min(due, default=None)

@@ -5,19 +5,6 @@ A coordinator that comes back after that would treat all peers as lost, although
 further event and begins anew, like the next coordinator after a kill: workers and gateways register with what they have.
 """
 
-from collections.abc import Iterable
-from typing import Protocol
-
-from coordinator.events import Action, Event
-
-
-class Acting(Protocol):
-    """A core, or what records one."""
-
-    def handle(self, event: Event, now: float) -> Iterable[Action]: ...
-
-    def next_deadline(self) -> float | None: ...
-
 
 class StallDetector:
     def __init__(self, limit_s: float) -> None:
@@ -29,7 +16,7 @@ class StallDetector:
         """Peers may come and leave from this moment on."""
         self._looked_at = now
 
-    def look(self, now: float) -> bool:
+    def was_away(self, now: float) -> bool:
         """Returns whether the process was away for too long; once true, it stays true. The caller must call it more often than
         every `limit_s`."""
         if self._looked_at is None:
@@ -38,17 +25,3 @@ class StallDetector:
             self.away_s = now - self._looked_at
         self._looked_at = now
         return self.away_s > 0.0
-
-
-class StallGuard:
-    """A core that acts on nothing after an absence."""
-
-    def __init__(self, core: Acting, stall_detector: StallDetector) -> None:
-        self._core = core
-        self._stall_detector = stall_detector
-
-    def handle(self, event: Event, now: float) -> Iterable[Action]:
-        return () if self._stall_detector.look(now) else self._core.handle(event, now)
-
-    def next_deadline(self) -> float | None:
-        return None if self._stall_detector.away_s else self._core.next_deadline()

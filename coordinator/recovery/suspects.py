@@ -26,7 +26,6 @@ import msgspec
 
 from coordinator.state import State
 from proto.errors import Reject
-from proto.messages import Rejected
 from scheduler.lifecycle import RequestState, Trigger
 from scheduler.request import LOSSES_MAX, PROGRESS_TOKENS, LostProcess, Request, Suspicion
 from scheduler.workers.circuit_breakers import HOST_LOSS_S
@@ -52,7 +51,7 @@ def count_loss(state: State, worker: Worker) -> None:
             _fail(state, request, request.losses)
 
 
-def judge(state: State) -> None:
+def fail_culprits(state: State) -> None:
     """Fail requests that wait for a third trial in decode, and are alone left of those that ran in their last loss."""
     for pool in state.cluster.pools.values():
         trials = pool.trials
@@ -61,7 +60,7 @@ def judge(state: State) -> None:
         trials.held.clear()
         pool.wakeups.may_go_out_of_turn()
         for request in [one for one in trials.waiting.values() if one.losses > 1]:
-            last = next((lost for lost in reversed(state.lost_processes) if lost.ran(request)), None)
+            last = next((lost for lost in reversed(state.members.lost_processes) if lost.ran(request)), None)
             others = [
                 one for one in pool.suspects.values() if last is not None and one is not request and last.ran(one)
             ]
@@ -87,17 +86,17 @@ def _lost(state: State, worker: Worker, before: list[LostProcess], ran: frozense
     for half in halves:
         half.loss_counted = True
     lost = LostProcess(frozenset(half.incarnation for half in halves), host, state.now, ran)
-    state.lost_processes.append(lost)
+    state.members.lost_processes.append(lost)
     if before and all(w.hello.host != host or w in halves for w in state.cluster.workers.values()):
         _clear_host(state, [*before, lost])
     for pool in state.cluster.pools.values():
         pool.breakers.lost_on(host, state.now)
 
 
-def lives(state: State, incarnation: int) -> None:
+def take_back_loss(state: State, incarnation: int) -> None:
     """Take back what was counted when a process lost its link, since it has joined again."""
-    for lost in [lost for lost in state.lost_processes if incarnation in lost.incarnations]:
-        state.lost_processes.remove(lost)
+    for lost in [lost for lost in state.members.lost_processes if incarnation in lost.incarnations]:
+        state.members.lost_processes.remove(lost)
         for request in _suspects(state):
             if lost.ran(request):
                 _drop_suspicion(state, request)
@@ -105,7 +104,11 @@ def lives(state: State, incarnation: int) -> None:
 
 def _lost_on(state: State, host: str) -> list[LostProcess]:
     """The losses on a host within `HOST_LOSS_S`."""
-    return [lost for lost in state.lost_processes if host and lost.host == host and lost.at + HOST_LOSS_S >= state.now]
+    return [
+        lost
+        for lost in state.members.lost_processes
+        if host and lost.host == host and lost.at + HOST_LOSS_S >= state.now
+    ]
 
 
 def _clear_host(state: State, lost: list[LostProcess]) -> None:
@@ -165,24 +168,22 @@ def _one_more(request: Request, prompt_tokens: int, lost_there: list[LostProcess
 
 def _fail(state: State, request: Request, losses: int) -> None:
     why = f"{losses} workers in a row were lost while they computed this request"
-    state.counters[f"rejected_{Reject.LOSES_WORKERS}"] += 1
-    for lost in [lost for lost in state.lost_processes if lost.ran(request)]:
+    for lost in [lost for lost in state.members.lost_processes if lost.ran(request)]:
         for other in _suspects(state):
             if other is not request and other.losses > 1 and lost.ran(other):
                 _drop_suspicion(state, other)
     state.billing.doubt(request.id, state.now)  # its gateway may have more of the answer than the worker has said
-    state.send(request.gateway_incarnation, Rejected(*request.key, Reject.LOSES_WORKERS, why))
-    state.end(request, Trigger.FAIL, why, state.now)
+    state.reject(request, Reject.LOSES_WORKERS, Trigger.FAIL, why)
 
 
-def computed(state: State, request: Request) -> None:
+def clear_computed(state: State, request: Request) -> None:
     """Clear a suspicion once its prompt is computed beyond the step in which its worker was lost."""
     suspicion = request.suspicion
     if suspicion and 0 < suspicion.prompt_tokens <= request.attempt_progress.computed_tokens:
         _clear(state, request)
 
 
-def emitted(state: State, worker: Worker) -> None:
+def clear_emitted(state: State, worker: Worker) -> None:
     """Clear the suspects that have made progress in a decode worker's steps."""
     for request in list(state.cluster.pools[worker.hello.model].suspects.values()):
         if _decodes_on(request, worker) and worker.forwarded(request.key) >= PROGRESS_TOKENS:

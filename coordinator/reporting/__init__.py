@@ -1,4 +1,1 @@
-"""The reports to people: `crossdock status`, metrics, recent times.
-
-Start with `report`.
-"""
+"""The state of the core for people: `crossdock status` and metrics. Start with `status`."""

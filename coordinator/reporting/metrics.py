@@ -5,15 +5,13 @@ A part of the core that counts something new in `State.counters` needs no line h
 value that follows them, and anything else is an event.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from coordinator.accounting.usage import Closed, Opened
 from coordinator.events import StateChanged
-from coordinator.reporting.goodput_metrics import goodput_metrics
-from coordinator.reporting.recent import RecentTimes
-from coordinator.reporting.schedule_metrics import PREFIX, estimate_metrics, schedule_metrics
-from coordinator.reporting.served import ServedTenant, evenness, services
+from coordinator.reporting.scheduler_metrics import PREFIX, estimate_metrics, goodput_metrics, schedule_metrics
+from coordinator.reporting.status import ServedTenant, evenness, services
 from coordinator.state import State
 from proto.messages import Role
 from proto.status import StatusReport
@@ -35,6 +33,7 @@ _BY_REASON = {
 _TOKENS = ("prompt_tokens_cached", "output_tokens", "kv_bytes_moved", "kv_exposed_us")
 """Entries of `State.counters` that have metrics of their own, or are reported better elsewhere."""
 _LOST = "_lost"
+RECENT_REQUESTS = 256  # finished requests whose times `crossdock status` shows
 
 
 class CoordinatorMetrics:
@@ -111,22 +110,22 @@ class CoordinatorMetrics:
 
     # --- what the driver sees -------------------------------------------------------------------------------------------
 
-    def opened(self, entry: Opened) -> None:
+    def on_opened(self, entry: Opened) -> None:
         kind = (entry.tenant, entry.model, entry.priority_class)
         self._accepted[entry.request_id] = self._kinds.setdefault(kind, kind)
         self._admitted.labels(entry.model, entry.priority_class).inc()
         self._cancelled_at.pop(entry.request_id, None)
 
-    def moved(self, entry: StateChanged) -> None:
-        if entry.state is RequestState.CANCELLED and entry.request_id in self._core.billing.bills:
+    def on_state_changed(self, entry: StateChanged) -> None:
+        if entry.state is RequestState.CANCELLED and entry.request_id in self._core.accounts.billing.bills:
             self._cancelled_at[entry.request_id] = self._clock()
 
-    def closed(self, entry: Closed) -> None:
+    def on_closed(self, entry: Closed) -> None:
         """The request is over, and nothing of it is left on any worker."""
         tenant, model, priority_class = self._accepted.pop(entry.request_id, (OTHER, "", ""))
         self._tenants.served(tenant, entry.charged_tokens)
         label = self._tenants.label(tenant)
-        settled = self._core.billing.settled.get(entry.request_id)
+        settled = self._core.accounts.billing.settled.get(entry.request_id)
         charged_before = settled.charged_tokens if settled is not None else 0
         self._tenant_tokens.labels(label).inc(max(entry.charged_tokens - charged_before, 0))
         self._tenant_requests.labels(label, entry.outcome).inc()
@@ -142,7 +141,7 @@ class CoordinatorMetrics:
         ):
             if spent_ms > 0.0:
                 phases.labels(model, priority_class, phase).observe(spent_ms / 1000)
-        self.recent.closed(entry)
+        self.recent.add(entry)
         cancelled_at = self._cancelled_at.pop(entry.request_id, None)
         if cancelled_at is not None:
             self._release.observe(self._clock() - cancelled_at)
@@ -177,7 +176,7 @@ class CoordinatorMetrics:
             for outcome, count in self._core.outcomes.items():
                 if outcome != RequestState.REJECTED:
                     yield (outcome,), count
-            yield ("shed",), self._core.counters["rejected_shed"]
+            yield ("shed",), self._core.cluster.counters["rejected_shed"]
 
         def deferred() -> Iterator[tuple[Labels, float]]:
             for model, pool in self._core.cluster.pools.items():
@@ -272,18 +271,20 @@ class CoordinatorMetrics:
             ("pair", "transport", "why"),
             pairs,
         )
-        registry.total(PREFIX + "kv_moved_bytes", "KV handed over.", lambda: self._core.counters["kv_bytes_moved"])
+        registry.total(
+            PREFIX + "kv_moved_bytes", "KV handed over.", lambda: self._core.cluster.counters["kv_bytes_moved"]
+        )
         registry.total(
             PREFIX + "kv_exposed_seconds",
             "Time from the end of a prompt's computation until its KV has arrived: transfer that prefill did not hide.",
-            lambda: self._core.counters["kv_exposed_us"] / 1e6,
+            lambda: self._core.cluster.counters["kv_exposed_us"] / 1e6,
         )
 
     def _read_faults(self, registry: MetricsRegistry) -> None:
         def reader(prefix: str) -> Callable[[], dict[str, float]]:
             return lambda: {
                 key.removeprefix(f"{prefix}_"): count
-                for key, count in self._core.counters.items()
+                for key, count in self._core.cluster.counters.items()
                 if key.startswith(f"{prefix}_")
             }
 
@@ -302,7 +303,7 @@ class CoordinatorMetrics:
             "role",
             lambda: {
                 key.removesuffix(_LOST): n
-                for key, n in self._core.counters.items()
+                for key, n in self._core.cluster.counters.items()
                 if key.endswith(_LOST) and _is_event(key)
             },
         )
@@ -311,9 +312,43 @@ class CoordinatorMetrics:
             PREFIX + "events",
             "Other counters of the core.",
             "event",
-            lambda: {key: n for key, n in self._core.counters.items() if not key.endswith(_LOST) and _is_event(key)},
+            lambda: {
+                key: n for key, n in self._core.cluster.counters.items() if not key.endswith(_LOST) and _is_event(key)
+            },
         )
 
 
 def _is_event(key: str) -> bool:
     return key not in _TOKENS and not any(key.startswith(f"{prefix}_") for prefix in _BY_REASON)
+
+
+class RecentTimes:
+    def __init__(self) -> None:
+        self._last: deque[tuple[float, float, float, int]] = deque(maxlen=RECENT_REQUESTS)
+        """Milliseconds in the queue, in prefill, and from there to the end, and answer tokens, of requests that finished."""
+
+    def add(self, entry: Closed) -> None:
+        if entry.outcome == RequestState.FINISHED:
+            self._last.append(
+                (entry.queue_ms, entry.prefill_ms, entry.transfer_ms + entry.decode_ms, entry.output_tokens)
+            )
+
+    def figures(self) -> dict[str, float]:
+        """Medians and 99th percentiles as the coordinator sees them, in ms; empty before the first request has ended. The first
+        token is drawn when the prompt is computed."""
+        if not self._last:
+            return {}
+        queue = [one[0] for one in self._last]
+        ttft = [one[0] + one[1] for one in self._last]
+        tpot = [one[2] / (one[3] - 1) for one in self._last if one[3] > 1]
+        found = {"requests": float(len(self._last))}
+        for name, values in (("queue", queue), ("ttft", ttft), ("tpot", tpot)):
+            if values:
+                found |= {f"{name}_p50_ms": _quantile(values, 0.5), f"{name}_p99_ms": _quantile(values, 0.99)}
+        return found
+
+
+def _quantile(values: Sequence[float], part: float) -> float:
+    """The quantile by nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(int(part * len(ordered)), len(ordered) - 1)]

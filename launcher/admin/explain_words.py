@@ -7,8 +7,6 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.markup import escape
 
-from coordinator.event_log.longest_waits import Waited
-from coordinator.event_log.ratio import LoggedAdvice, RoleChange
 from coordinator.event_log.reasons import (
     AwaitsTrial,
     BehindNoRoom,
@@ -23,6 +21,7 @@ from coordinator.event_log.reasons import (
     SameTenant,
 )
 from coordinator.event_log.timeline import Changed, ChunkSent, Entry, KeptFor, Passed, Placed, RequestEnded, Submitted
+from coordinator.event_log.whole_log import LoggedAdvice, RoleChange, Waited
 from coordinator.events import Action, Event, Received, Send
 from launcher import tables
 from scheduler.observer import StepEnd

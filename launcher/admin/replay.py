@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from coordinator.event_log.format import EventLogError
-from coordinator.event_log.longest_waits import Longest, RequestsNamed
-from coordinator.event_log.ratio import RatioChanges
 from coordinator.event_log.replay import Difference, Observer, Replay
 from coordinator.event_log.timeline import Entry, Timeline
+from coordinator.event_log.whole_log import Longest, RatioChanges, RequestsNamed
 from launcher import tables
 from launcher.admin import explain_words
 from launcher.admin.event_log_settings import ExplainSettings, ReplaySettings

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coordinator.event_log.format import EventLogError
-from coordinator.event_log.longest_waits import Longest
 from coordinator.event_log.replay import Replay
+from coordinator.event_log.whole_log import Longest
 from launcher.load.records import RequestRecord
 
 

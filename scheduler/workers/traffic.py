@@ -5,6 +5,7 @@ No more than one request in `SPACING_S` is sampled; it stands for all that came 
 minute at any rate, and long answers end within it.
 """
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from math import inf
@@ -113,17 +114,18 @@ def expected_lengths(so_far: Sequence[int], has_ended: Sequence[bool]) -> Callab
         if ended:
             steps.append((length, steps[-1][1] * (1 - 1 / (len(order) - at))))
     longest = order[-1][0] if order else 0
+    begins = [begin for begin, _ in steps]
+    areas = [0.0]  # under the shares from each step's begin to the longest answer; last step first
+    for (begin, share), end in zip(reversed(steps), reversed([*begins[1:], longest]), strict=True):
+        areas.append(areas[-1] + share * (end - begin))
+    areas.reverse()
 
     def expected(length: int) -> int:
-        longer = next((share for begin, share in reversed(steps) if begin <= length), 1.0)
+        step = bisect_right(begins, length) - 1
+        longer = steps[step][1]
         if longer <= 0 or length >= longest:
             return length + length // 4 + 1
-        ends = [begin for begin, _ in steps[1:]] + [longest]
-        area = sum(
-            share * max(0, end - max(begin, length))
-            for (begin, share), end in zip(steps, ends, strict=True)
-            if end > length
-        )
+        area = areas[step] - longer * (length - begins[step])
         return length + max(1, round(area / longer))
 
     return expected

@@ -247,7 +247,7 @@ class VirtualCluster(ClusterSurroundings):
             self._flipping.pop(incarnation, None)
 
     def _leave_role(self, incarnation: int, role: Role) -> None:
-        name = self.core.peers[incarnation].name
+        name = self.core.members.peers[incarnation].name
         self.post(PeerDown(incarnation, "said goodbye"))
         self.prefill.pop(incarnation, None)
         self.decode.pop(incarnation, None)

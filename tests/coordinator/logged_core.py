@@ -17,13 +17,13 @@ class LoggedCore(Core):
         self._chain = Chain(self.records[0])
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        self._chain.event(event_bytes(event, now))
+        self._chain.add_event(event_bytes(event, now))
         try:
             actions = super().handle(event, now)
         except Exception as error:
             self.records.append(self._chain.record(FAILED, repr(error)))
             raise
-        self.records.append(self._chain.record(len(actions), self._chain.actions(actions)))
+        self.records.append(self._chain.record(len(actions), self._chain.add_actions(actions)))
         return actions
 
     def event_log(self, *, ended: bool = False) -> bytes:

@@ -187,9 +187,9 @@ def test_removed_tenants_are_forgotten() -> None:
         w.run_prompt(tenant)
     w.receive(20, Finished("b/y", 1, 9, 0))
     w.post(Configured(parse("[tenants.c]\n"), 0.0))
-    assert known(w) == {"a", "a/x", "c"} and set(w.core.leaving) == {"a/x", "a"}
+    assert known(w) == {"a", "a/x", "c"} and set(w.core.accounts.leaving) == {"a/x", "a"}
     w.receive(20, Finished("a/x", 1, 9, 0))
-    assert known(w) == {"a", "c"} and not w.core.leaving, "what it used of its day counts if it comes back"
+    assert known(w) == {"a", "c"} and not w.core.accounts.leaving, "what it used of its day counts if it comes back"
     w.post(Configured(parse("[tenants.c]\n[tenants.a]\nlimits = { tokens_per_day = 20 }\n"), 0.0))
     w.receive(1, by("a", "more", 10))
     assert not w.core.cluster.requests.keys() & {"more"}
@@ -202,7 +202,7 @@ def test_removed_tenants_are_forgotten() -> None:
 
 def known(w: World) -> set[str]:
     """Tenants of which anything is in memory."""
-    found = set(w.core.billing.quotas.accounts)
+    found = set(w.core.accounts.billing.quotas.accounts)
     for queue in w.core.cluster.queues.values():
         lengths = filter(None, queue.lengths._lengths)  # not those of all
         paths = [*queue.fair.tenants(), *lengths, *queue.line.tenants, *queue.served]
@@ -223,7 +223,7 @@ def test_finish_during_outage_is_charged(first: str, back: bool) -> None:
     w = world()
     w.receive(1, by("a/y", "r", 10, max_tokens=90))
     w.run_prompt("r", 1)
-    hello = w.core.peers[20]
+    hello = w.core.members.peers[20]
     for incarnation in (1, 20) if first == "gateway" else (20, 1):
         w.post(PeerDown(incarnation, "no heartbeat"))
     assert w.held("a/y")[0] == 1, "its row is open"
@@ -237,7 +237,7 @@ def test_finish_during_outage_is_charged(first: str, back: bool) -> None:
         w.now = at
         w.post(Tick())
         assert w.closed("r").outcome == "cancelled"
-    assert w.held("a") == (0, 0, 0) and not w.core.billing.bills
+    assert w.held("a") == (0, 0, 0) and not w.core.accounts.billing.bills
 
 
 @pytest.mark.parametrize("answered", [True, False])
@@ -263,7 +263,7 @@ def test_gateway_reports_lost_answer_length(tmp_path: Path, answered: bool, held
     got = 12 if held == "nowhere" or late else 16
     row_now = w.closed("r")
     assert (row_now.outcome, row_now.output_tokens) == ("finished" if answered else "cancelled", got)
-    assert row_now.prompt_tokens == PROMPT and w.held("a") == (0, 0, 0) and not w.core.billing.bills
+    assert row_now.prompt_tokens == PROMPT and w.held("a") == (0, 0, 0) and not w.core.accounts.billing.bills
 
 
 def test_choices_on_lost_worker_are_charged() -> None:
@@ -303,7 +303,7 @@ def test_returning_gateway_reports_progress(hung_first: bool) -> None:
     w.now += DOUBT_S
     w.post(Tick())
     assert (w.closed("r").outcome, w.closed("r").output_tokens) == ("cancelled", 30)
-    assert not w.core.billing.bills and w.held("a") == (0, 0, 0)
+    assert not w.core.accounts.billing.bills and w.held("a") == (0, 0, 0)
 
 
 def test_whole_answer_is_charged_as_finished() -> None:
@@ -330,4 +330,4 @@ def test_finished_answer_stays_finished(tmp_path: Path, last: str) -> None:
     w.receive(20, Released("r", 1, 4))
     w.post(PeerDown(21, "killed")) if last == "is lost" else w.receive(21, Released("r", 2, 8))
     assert (w.closed("r").outcome, w.closed("r").output_tokens) == ("finished", 12)
-    assert not w.core.billing.bills and w.held("a") == (0, 0, 0)
+    assert not w.core.accounts.billing.bills and w.held("a") == (0, 0, 0)

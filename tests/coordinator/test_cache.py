@@ -64,7 +64,7 @@ def test_chunks_start_behind_cached_prefix() -> None:
     h.receive(10, StepDone(0, steps[0].chunks, 1.0, 10))
     h.receive(10, HandedOver("a", 1, 9, 1.0))
     h.receive(20, Finished("a", 1, 4, 0))
-    assert h.ended["a"] == ["finished"] and h.core.counters["prompt_tokens_cached"] == 12
+    assert h.ended["a"] == ["finished"] and h.core.cluster.counters["prompt_tokens_cached"] == 12
 
 
 def test_last_token_is_always_dispatched() -> None:
@@ -103,7 +103,7 @@ def test_cache_miss_redispatches_missing_tokens() -> None:
             again += [(chunk.start, chunk.length) for chunk in step.chunks]
             h.receive(10, StepDone(step.step_id, step.chunks, 1.0, 0))
     assert again == [(8, 16), (24, 16), (40, 16), (56, 4)]
-    assert h.core.counters["prompt_tokens_cached"] == 8
+    assert h.core.cluster.counters["prompt_tokens_cached"] == 8
     assert h.core.cluster.pools["m"].locality.longest(10, hashes(10)) == 2, "and it is not believed again"
 
 
@@ -311,7 +311,7 @@ def test_hot_prefixes_hit_like_longest_prefix(seed: int, blocks: int, hot: int, 
         cached_tokens = sum(request.cached_tokens for request in made.requests.values())
         hit[name] = cached_tokens / prompt_tokens
         assert queue.bill.total() == pytest.approx(computed_tokens), "charged is what was computed"
-        assert cached_tokens == prompt_tokens - computed_tokens == made.core.counters["prompt_tokens_cached"]
+        assert cached_tokens == prompt_tokens - computed_tokens == made.core.cluster.counters["prompt_tokens_cached"]
     assert hit["score"] >= 0.95 * hit["longest"] > 0.5, (seed, hit)
 
 
@@ -325,7 +325,7 @@ def test_charge_equals_computed_tokens() -> None:
             half = hashes[: len(hashes) // 32 * 16]
             made.at(arrival.at_s, made.receive, rnd.choice(list(made.prefill)), CacheEvents(half, b""))
     serve(made, traffic)
-    assert made.core.counters["cache_misses"] > 10
+    assert made.core.cluster.counters["cache_misses"] > 10
     assert queue.bill.total() == pytest.approx(sum(worker.computed_tokens for worker in made.prefill.values()))
 
 
@@ -348,4 +348,4 @@ def test_chaos_has_hits_and_misses() -> None:
         world.step()
     world.heal()
     assert isinstance(world.core, Core)
-    assert world.core.counters["cache_misses"] > 5 and world.core.counters["prompt_tokens_cached"] > 20
+    assert world.core.cluster.counters["cache_misses"] > 5 and world.core.cluster.counters["prompt_tokens_cached"] > 20

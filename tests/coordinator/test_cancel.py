@@ -61,9 +61,9 @@ def spam(seed: int, requests: int) -> None:
     done: Counter[Path] = Counter()
     for worker in world.prefill.values():
         for (name, _), tokens in worker.computed.items():
-            done[world.core.path(world.requests[name].submit)] += tokens
+            done[world.core.accounts.path(world.requests[name].submit)] += tokens
     for request in world.requests.values():
-        done[world.core.path(request.submit)] += 2 * sum(request.emitted_tokens)
+        done[world.core.accounts.path(request.submit)] += 2 * sum(request.emitted_tokens)
     done = +done  # a tenant with nothing done is not in the bill
     assert {path: round(bill, 3) for path, bill in queue.bill.items() if round(bill, 3)} == dict(done), seed
 

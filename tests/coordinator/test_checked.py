@@ -7,8 +7,8 @@ import pytest
 
 from coordinator.core import HANDLERS, Core
 from coordinator.events import Configured, PeerDown, PeerUp, ProtocolViolation, Received, Send, Tick
-from coordinator.recovery.members import EMPTY_POOL_S_MAX
-from coordinator.reporting.report import COUNTER_MAX
+from coordinator.recovery.processes import EMPTY_POOL_S_MAX
+from coordinator.reporting.status import COUNTER_MAX
 from proto.codec import decode, to_frames
 from proto.errors import CancelReason
 from proto.limits import MAX_MODELS
@@ -35,7 +35,7 @@ from tests.coordinator.world import Harness, submit, worker_hello
 def two_models(kv_overcommit: float = 1.0) -> Harness:
     """One pair of workers for each of two models, 10 and 20, 12 and 22."""
     h = Harness.make(1, 1)
-    h.core.limits = replace(h.core.limits, kv_overcommit=kv_overcommit)
+    h.core.accounts.limits = replace(h.core.limits, kv_overcommit=kv_overcommit)
     for role, incarnation in ((Role.PREFILL, 12), (Role.DECODE, 22)):
         h.post(PeerUp(incarnation, msgspec.structs.replace(worker_hello(role, incarnation), model="other")))
     return h
@@ -196,7 +196,7 @@ def test_empty_model_is_forgotten() -> None:
     h.now += EMPTY_POOL_S_MAX
     h.post(Tick())
     assert len(h.core.cluster.pools) == len(h.core.cluster.queues) == 1, "the one with workers stays"
-    assert not h.core.empty_pools
+    assert not h.core.members.empty_pools
 
 
 def test_awaited_model_is_kept() -> None:
@@ -205,10 +205,10 @@ def test_awaited_model_is_kept() -> None:
     h.receive(1, submit("a", 8))
     for incarnation in (20, 10):
         h.post(PeerDown(incarnation, "lost"))
-    (model,) = h.core.empty_pools
-    h.core.empty_pools[model] = h.now - EMPTY_POOL_S_MAX
+    (model,) = h.core.members.empty_pools
+    h.core.members.empty_pools[model] = h.now - EMPTY_POOL_S_MAX
     h.post(Tick())
-    assert list(h.core.cluster.pools) == [model] and h.core.empty_pools == {model: h.now}
+    assert list(h.core.cluster.pools) == [model] and h.core.members.empty_pools == {model: h.now}
 
 
 # --- counts -----------------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_lying_worker_leaves_readable_report() -> None:
     h.receive(10, StepDone(0, step[0].chunks, 1e12, most))
     h.receive(10, HandedOver("a", 1, most, 1e12))
     h.receive(20, Finished("a", 1, most, most, 1 << 20))
-    h.core.counters["kv_bytes_moved"] = COUNTER_MAX + 5
+    h.core.cluster.counters["kv_bytes_moved"] = COUNTER_MAX + 5
     h.post(PeerUp(5, msgspec.structs.replace(worker_hello(Role.PREFILL, 5), role=Role.OBSERVER)))
     for action in h.receive(5, StatusRequest()):
         if isinstance(action, Send):

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from coordinator.events import Limits, PeerDown, PeerUp, Received, Tick
-from coordinator.reporting.report import status
+from coordinator.reporting.status import status
 from proto.codec import encode
 from proto.drain import Draining
 from proto.errors import CancelReason, Interrupt, Reject
@@ -457,7 +457,7 @@ def test_report_with_many_pairs_fits_frame() -> None:
     for number in range(30, 60):
         h.post(PeerUp(number, worker_hello(Role.PREFILL, number)))
         h.receive(number, KvPairs((KvPair(20, "tcp", "x" * MAX_TEXT_CHARS),) * 1024))
-    assert len(encode(status(h.core))) < MAX_FRAME_BYTES / 8
+    assert len(encode(status(h.core.state))) < MAX_FRAME_BYTES / 8
 
 
 def test_choices_find_worker_with_sequences() -> None:

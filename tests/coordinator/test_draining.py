@@ -5,9 +5,10 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
+from coordinator.admission import NO_CAPACITY_S
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from coordinator.recovery import draining
-from coordinator.reporting.report import NO_CAPACITY_S, status
+from coordinator.reporting.status import status
 from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
 from proto.errors import CancelReason, Interrupt, Reject
 from proto.limits import PROTOCOL_VERSION
@@ -86,7 +87,7 @@ def test_draining_worker_finishes_its_streams() -> None:
     h.receive(there, Finished("a", 1, 4, 4))
     assert h.take(Drained, there) == [Drained()]
     h.post(PeerDown(there, "said goodbye"))
-    assert h.core.counters["decode_drained"] == 1 and not h.core.counters["decode_lost"]
+    assert h.core.cluster.counters["decode_drained"] == 1 and not h.core.cluster.counters["decode_lost"]
 
 
 def test_placed_prompt_chunks_go_on() -> None:
@@ -131,7 +132,7 @@ def test_adopted_streams_are_drained_too() -> None:
     expected = Interrupted("a", 1, Interrupt.DRAINED, "decode-22 is drained")
     assert told == [(1, expected), (2, expected)] and h.take(Release, 22) == [Release("a", 1)]
     decoding(h, again(submit("a", 10, max_tokens=50), 21))
-    assert h.core.cluster.requests["a"].decode_incarnation != 22 and not h.core.counters["retries"]
+    assert h.core.cluster.requests["a"].decode_incarnation != 22 and not h.core.cluster.counters["retries"]
     for name in ("a", "gone"):
         h.receive(22, Released(name, 1, 20))
     assert h.take(Drained, 22)
@@ -162,7 +163,9 @@ def test_drained_stream_resumes_first_and_free() -> None:
     h.receive(22, Finished("waits", 1, 4, 4))
     prices = h.core.limits.prices
     due = prices.chunk(10) + prices.output(50) + prices.chunk(16) + prices.output(4)
-    service = sum(bill.used_tokens for name in ("a", "waits") if (bill := h.core.billing.settled.get(name)) is not None)
+    service = sum(
+        bill.used_tokens for name in ("a", "waits") if (bill := h.core.accounts.billing.settled.get(name)) is not None
+    )
     assert service == 10 + 50 + 16 + 4, "nothing is billed twice"
     assert _served(h) == pytest.approx(due) and charged <= due, "nor is its turn"
 
@@ -270,9 +273,9 @@ def test_hang_while_draining_costs_a_try() -> None:
     h.receive(20, Draining(1e6))
     h.receive(20, Hung(5000.0))
     assert [i.reason for i in h.take(Interrupted) if isinstance(i, Interrupted)] == [Interrupt.DECODE_LOST]
-    assert h.core.counters["decode_lost"] == h.core.counters["decode_hung"] == 1
-    assert not h.core.counters["decode_drained"] and not h.take(Drained)
-    assert status(h.core).hung == (Process(h.core.fenced[20].name, h.core.fenced[20].pid),)
+    assert h.core.cluster.counters["decode_lost"] == h.core.cluster.counters["decode_hung"] == 1
+    assert not h.core.cluster.counters["decode_drained"] and not h.take(Drained)
+    assert status(h.core.state).hung == (Process(h.core.members.fenced[20].name, h.core.members.fenced[20].pid),)
 
 
 def ask(h: Harness, worker: str, *, undo: bool = False) -> DrainAnswer:
@@ -289,7 +292,10 @@ def test_operator_drains_by_name() -> None:
     h = Harness.make(decode=2)
     answer = ask(h, "decode-20")
     assert not answer.refusal and [w.name for w in answer.workers if w.draining] == ["decode-20"]
-    assert h.take(Draining, 20) == [Draining(2000.0)] and [w.draining for w in status(h.core).workers].count(True) == 1
+    assert (
+        h.take(Draining, 20) == [Draining(2000.0)]
+        and [w.draining for w in status(h.core.state).workers].count(True) == 1
+    )
     assert not ask(h, "decode-20", undo=True).refusal
     assert h.take(Draining, 20) == [Draining(None)] and not h.core.cluster.draining
 
@@ -334,7 +340,7 @@ def test_drain_orders_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     h = Harness.make(decode=3)
     for name in ("decode-20", "decode-21", "decode-20", "decode-22"):
         ask(h, name)
-    assert list(h.core.drain_orders) == [20, 22]
+    assert list(h.core.members.drain_orders) == [20, 22]
 
 
 def test_impossible_drain_is_explained() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.core import Core
 from coordinator.event_log import recorder
-from coordinator.event_log.recorder import EventLog, RecordedCore
+from coordinator.event_log.recorder import Recorder
 from coordinator.event_log.replay import Replay
 from coordinator.events import PeerDown, PeerUp, Received
 from proto.codec import pack_tokens
@@ -26,14 +26,13 @@ def in_loop(body: Callable[[], object]) -> None:
     asyncio.run(run())
 
 
-def record(path: Path, events: int = 50, *, bytes_max: int = 1 << 20, reason: str = "stopped") -> RecordedCore:
-    event_log = EventLog(str(path), bytes_max)
-    core = RecordedCore(Core(), event_log, "coordinator-1")
+def record(path: Path, events: int = 50, *, bytes_max: int = 1 << 20, reason: str = "stopped") -> Recorder:
+    core = Recorder(Core(), str(path), bytes_max, "coordinator-1")
     core.open()
     core.handle(PeerUp(1, gateway_hello(1)), 1.0)
     for number in range(events):
         core.handle(Received(1, submit(f"r{number}"), pack_tokens([7] * 10)), 2.0 + number)
-    event_log.close(reason)
+    core.close(reason)
     return core
 
 
@@ -61,8 +60,7 @@ def test_events_reach_disk_before_close(tmp_path: Path, monkeypatch: pytest.Monk
     path = tmp_path / "event_log"
 
     async def run() -> None:
-        event_log = EventLog(str(path), 1 << 20)
-        core = RecordedCore(Core(), event_log)
+        core = Recorder(Core(), str(path), 1 << 20)
         core.open()
         for number in range(3):
             core.handle(PeerDown(number, "x" * 100), 1.0 + number)
@@ -70,7 +68,7 @@ def test_events_reach_disk_before_close(tmp_path: Path, monkeypatch: pytest.Monk
             while path.stat().st_size == before:
                 await asyncio.wait({asyncio.ensure_future(asyncio.to_thread(os.sync))}, timeout=0.01)
         assert read(path).events == 3
-        event_log.close("stopped")
+        core.close("stopped")
 
     asyncio.run(asyncio.wait_for(run(), 100))
     assert read(path).ended == "stopped"
@@ -82,14 +80,13 @@ def test_large_buffers_keep_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = tmp_path / "event_log"
 
     async def run() -> None:
-        event_log = EventLog(str(path), 10 << 20)
-        core = RecordedCore(Core(), event_log)
+        core = Recorder(Core(), str(path), 10 << 20)
         core.open()
         for number in range(500):
             core.handle(PeerDown(number, "x" * (number % 90)), 1.0 + number)
             if number % 50 == 0:
                 await asyncio.wait({asyncio.ensure_future(asyncio.to_thread(int))})
-        event_log.close("stopped")
+        core.close("stopped")
 
     asyncio.run(run())
     assert read(path).events == 500
@@ -98,7 +95,7 @@ def test_large_buffers_keep_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_log_stops_at_its_size(tmp_path: Path) -> None:
     """The log stops at its size limit with a last word, and serving goes on."""
     path = tmp_path / "event_log"
-    cores: list[RecordedCore] = []
+    cores: list[Recorder] = []
     in_loop(lambda: cores.append(record(path, 200, bytes_max=8 << 10)))
     assert path.stat().st_size <= 8 << 10
     replay = read(path)
@@ -130,11 +127,11 @@ def test_log_in_use_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "event_log"
 
     def two() -> None:
-        event_log = EventLog(str(path), 1 << 20)
-        RecordedCore(Core(), event_log).open()
+        core = Recorder(Core(), str(path), 1 << 20)
+        core.open()
         with pytest.raises(FileExistsError, match="another coordinator"):
             record(path)
-        event_log.close("stopped")
+        core.close("stopped")
 
     in_loop(two)
     assert [p.name for p in tmp_path.iterdir()] == ["event_log"]
@@ -145,17 +142,17 @@ def test_concurrent_starts_share_no_file(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "event_log"
 
     def two() -> None:
-        first, second = EventLog(str(path), 1 << 20), EventLog(str(path), 1 << 20)
+        first, second = (Recorder(Core(), str(path), 1 << 20, name) for name in ("first", "second"))
         keep_earlier = recorder._keep_earlier
 
         def look_then_be_overtaken(each: Path) -> None:
             keep_earlier(each)
             monkeypatch.setattr(recorder, "_keep_earlier", keep_earlier)
-            RecordedCore(Core(), first, "first").open()
+            first.open()
 
         monkeypatch.setattr(recorder, "_keep_earlier", look_then_be_overtaken)
         with pytest.raises(FileExistsError, match="being written by another coordinator"):
-            RecordedCore(Core(), second, "second").open()
+            second.open()
         assert not second.recording
         first.close("stopped")
 
@@ -226,17 +223,16 @@ def test_full_disk_later_ends_recording(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("coordinator.event_log.recorder.os.write", write)
 
     async def run() -> None:
-        event_log = EventLog(str(path), 1 << 20)
-        core = RecordedCore(Core(), event_log)
+        core = Recorder(Core(), str(path), 1 << 20)
         core.open()
         number = 0
-        while event_log.recording:
+        while core.recording:
             number += 1
             core.handle(PeerDown(number, "x" * 100), 1.0)
             await asyncio.wait({asyncio.ensure_future(asyncio.to_thread(int))})
         before = writes
         core.handle(PeerUp(1, gateway_hello(1)), 2.0)
-        event_log.close("stopped")
+        core.close("stopped")
         assert writes == before
 
     asyncio.run(asyncio.wait_for(run(), 100))
@@ -249,10 +245,10 @@ def test_failing_core_leaves_last_event(tmp_path: Path, monkeypatch: pytest.Monk
     def broken(*_: object) -> None:
         raise AssertionError("planted")
 
-    monkeypatch.setattr("coordinator.core.members.down", broken)
+    monkeypatch.setattr("coordinator.core.processes.on_down", broken)
 
     async def run() -> None:
-        core = RecordedCore(Core(), EventLog(str(path), 1 << 20))
+        core = Recorder(Core(), str(path), 1 << 20)
         core.open()
         with pytest.raises(AssertionError, match="planted"):
             core.handle(PeerDown(1, "x"), 1.0)

@@ -32,7 +32,7 @@ def busy(text: str = "") -> OverloadedCluster:
 def successor(world: OverloadedCluster, held: tuple[Held, ...]) -> Core:
     """A coordinator that knows of the streams only what their worker says when it registers."""
     core = Core(Limits(queue_wait_s_max=1e6))
-    for incarnation, registered in world.cluster.core.peers.items():
+    for incarnation, registered in world.cluster.core.members.peers.items():
         if registered.role is Role.DECODE:
             registered = msgspec.structs.replace(registered, held=held)
         core.handle(PeerUp(incarnation, registered), 0.0)

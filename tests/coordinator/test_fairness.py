@@ -4,8 +4,8 @@ import pytest
 
 from coordinator.accounting.usage import Closed
 from coordinator.events import Limits
-from coordinator.reporting.recent import REQUESTS_MAX, RecentTimes
-from coordinator.reporting.served import ServedTenant, evenness, jain
+from coordinator.reporting.metrics import RECENT_REQUESTS, RecentTimes
+from coordinator.reporting.status import ServedTenant, evenness, jain
 from scheduler.waiting.queue import WaitQueue
 
 
@@ -37,11 +37,11 @@ def test_recent_times_skip_cancelled() -> None:
     recent = RecentTimes()
     assert recent.figures() == {}
     closed = Closed("r", "cancelled", 1, 1, 0, 1, 9e9, 9e9, 0.0, 0.0)
-    recent.closed(closed)
+    recent.add(closed)
     assert recent.figures() == {}
-    recent.closed(Closed("r", "finished", 1, 1, 0, 1, 5.0, 100.0, 0.0, 0.0))
+    recent.add(Closed("r", "finished", 1, 1, 0, 1, 5.0, 100.0, 0.0, 0.0))
     assert recent.figures()["ttft_p50_ms"] == 105.0 and "tpot_p50_ms" not in recent.figures()
-    for _ in range(REQUESTS_MAX):
-        recent.closed(Closed("r", "finished", 1, 1, 0, 11, 1.0, 2.0, 50.0, 50.0))
+    for _ in range(RECENT_REQUESTS):
+        recent.add(Closed("r", "finished", 1, 1, 0, 11, 1.0, 2.0, 50.0, 50.0))
     figures = recent.figures()
-    assert figures["requests"] == REQUESTS_MAX and figures["ttft_p99_ms"] == 3.0 and figures["tpot_p50_ms"] == 10.0
+    assert figures["requests"] == RECENT_REQUESTS and figures["ttft_p99_ms"] == 3.0 and figures["tpot_p50_ms"] == 10.0

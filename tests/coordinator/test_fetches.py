@@ -20,7 +20,7 @@ def world(rate: float = 2000.0, *, fetches: bool = True) -> World:
 
 
 def fetched(cluster: VirtualCluster) -> int:
-    return cluster.core.counters["prefixes_fetched"]
+    return cluster.core.cluster.counters["prefixes_fetched"]
 
 
 def test_answer_is_fetched_not_recomputed() -> None:
@@ -66,7 +66,7 @@ def test_failed_fetch_pauses_fetching(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.run(10.0)
     cluster.turn("t1", "s", 1000, 40)
     cluster.run(20.0)
-    assert fetched(cluster) == 1 == cluster.core.counters["fetches_failed"]
+    assert fetched(cluster) == 1 == cluster.core.cluster.counters["fetches_failed"]
     assert cluster.computed()["t1"] == 200 and cluster.requests["t1"].state is not None
     cluster.turn("t2", "s", 1200, 160)
     cluster.run(30.0)

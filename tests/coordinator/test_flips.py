@@ -6,7 +6,7 @@ import pytest
 from coordinator.events import PeerDown, PeerUp, Tick
 from coordinator.recovery.draining import KEPT_S_MAX
 from coordinator.recovery.flips import CACHE_TOLD_S, REGISTER_S_MAX
-from coordinator.reporting.report import status
+from coordinator.reporting.status import status
 from proto.drain import Drained, Draining, DrainRequest, Flip, FlipAnswer, FlipFailed, FlipRequest
 from proto.errors import CancelReason, Interrupt
 from proto.limits import PROTOCOL_VERSION, flips_at_once
@@ -48,7 +48,7 @@ def come_back(h: Harness, before: int, now: int, role: Role) -> None:
 
 
 def last(h: Harness) -> FlipStatus:
-    return status(h.core).flips[-1]
+    return status(h.core.state).flips[-1]
 
 
 def test_flip_waits_until_worker_is_empty() -> None:
@@ -72,8 +72,10 @@ def test_flip_waits_until_worker_is_empty() -> None:
     h.now += 0.01
     h.receive(1, submit("b"))
     compute(h, 40)
-    assert round(last(h).first_step_ms) == 10 and [w.steps for w in status(h.core).workers if w.name == name] == [1]
-    assert h.core.counters["flips"] == 1 and not h.core.counters["prefill_restarted"]
+    assert round(last(h).first_step_ms) == 10 and [w.steps for w in status(h.core.state).workers if w.name == name] == [
+        1
+    ]
+    assert h.core.cluster.counters["flips"] == 1 and not h.core.cluster.counters["prefill_restarted"]
 
 
 def moving(h: Harness, role: Role = Role.PREFILL) -> int:
@@ -96,7 +98,7 @@ def test_stream_resumes_when_kv_is_known() -> None:
     come_back(h, own, 40, Role.PREFILL)
     assert not interrupted(h), "what it has cached is not known yet"
     h.receive(40, CacheEvents(b"k" * 16, b""))
-    assert interrupted(h) == [("a", Interrupt.DRAINED)] and not h.core.keeping
+    assert interrupted(h) == [("a", Interrupt.DRAINED)] and not h.core.members.keeping
     h.receive(40, CacheEvents(b"l" * 16, b""))
     assert not h.take(Interrupted), "once"
 
@@ -108,7 +110,7 @@ def test_unfindable_stream_resumes_at_once(request_: Submit) -> None:
     decoding(h, request_)
     own = next(w.incarnation for w in h.core.cluster.workers.values() if w.is_decode and w.allocations)
     assert not ask(h, f"decode-{own}", Role.PREFILL)
-    assert interrupted(h) == [("a", Interrupt.DRAINED)] and not h.core.keeping
+    assert interrupted(h) == [("a", Interrupt.DRAINED)] and not h.core.members.keeping
 
 
 def test_stream_wait_for_flip_is_bounded() -> None:
@@ -139,7 +141,7 @@ def test_cancelled_stream_is_not_resumed() -> None:
     h.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
     h.now = KEPT_S_MAX
     h.post(Tick())
-    assert not h.take(Interrupted) and not h.core.keeping and own in h.core.cluster.workers
+    assert not h.take(Interrupted) and not h.core.members.keeping and own in h.core.cluster.workers
 
 
 def test_prefill_worker_becomes_decode() -> None:
@@ -149,7 +151,7 @@ def test_prefill_worker_becomes_decode() -> None:
     assert h.take(Flip, 10) == [Flip(Role.DECODE, 500.0)] and h.take(Drained, 10), "it was idle"
     come_back(h, 10, 40, Role.DECODE)
     h.receive(40, DecodeProgress(3, 10, 0))
-    assert last(h).state == "done" and not h.core.unproven
+    assert last(h).state == "done" and not h.core.members.unproven
 
 
 def test_flip_gives_requests_time() -> None:
@@ -180,7 +182,7 @@ def test_impossible_flip_is_refused(worker: str, role: Role, why: str) -> None:
     """An impossible role change is refused with a reason, and nothing is ordered."""
     h = Harness.make(prefill=2)
     assert why in ask(h, worker, role)
-    assert not h.core.cluster.draining and not h.take(Flip) and not h.core.flips
+    assert not h.core.cluster.draining and not h.take(Flip) and not h.core.members.flips
 
 
 def test_last_worker_flips_only_by_force() -> None:
@@ -219,13 +221,13 @@ def test_concurrent_flips_are_limited() -> None:
     come_back(h, 11, 40, Role.DECODE)
     h.post(PeerDown(12, "said goodbye"))
     h.post(PeerUp(41, msgspec.structs.replace(worker_hello(Role.PREFILL, 41), name="prefill-12")))
-    states = {flip.worker: flip.state for flip in status(h.core).flips}
+    states = {flip.worker: flip.state for flip in status(h.core.state).flips}
     assert states["prefill-11"] == "done" and states["prefill-12"] == "failed"
     assert {states[name] for name in names if name[-2:] not in ("11", "12")} == {"registering"}
-    assert len(h.core.flipping) == 6 and not ask(h, "prefill-18", Role.DECODE)
+    assert len(h.core.members.flipping) == 6 and not ask(h, "prefill-18", Role.DECODE)
     h.now = REGISTER_S_MAX
     h.post(Tick())
-    assert not h.core.flipping and not h.core.cluster.draining, "nothing came of them, and they serve again"
+    assert not h.core.members.flipping and not h.core.cluster.draining, "nothing came of them, and they serve again"
 
 
 def test_one_concurrent_flip_is_given_up() -> None:
@@ -240,7 +242,7 @@ def test_one_concurrent_flip_is_given_up() -> None:
     assert not ask(h, f"decode-{second}", Role.PREFILL, hand_over_ms=1e6)
     assert "is the only decode worker" in ask(h, f"decode-{third}", Role.PREFILL)
     h.post(PeerDown(third, "no heartbeat"))
-    states = [flip.state for flip in status(h.core).flips]
+    states = [flip.state for flip in status(h.core.state).flips]
     assert states == ["failed", "draining"], "the first serves again, so the second may go"
 
 
@@ -282,14 +284,14 @@ def test_lost_link_or_failure_cancels_flip() -> None:
     own = next(w.incarnation for w in h.core.cluster.workers.values() if w.allocations)
     ask(h, f"decode-{own}", Role.PREFILL, hand_over_ms=1e6)
     h.post(PeerDown(own, "no heartbeat"))
-    assert "the connection to it was lost: no heartbeat" in last(h).failure and not h.core.flipping
+    assert "the connection to it was lost: no heartbeat" in last(h).failure and not h.core.members.flipping
     h.post(PeerUp(own, worker_hello(Role.DECODE, own)))
     assert not h.core.cluster.draining
     other = 41 - own
     ask(h, f"decode-{other}", Role.PREFILL)
     h.receive(other, FlipFailed("--keys: there is no prefill.key_secret"))
     assert last(h).failure == "--keys: there is no prefill.key_secret" and not h.core.cluster.draining
-    assert h.core.counters["flips_failed"] == 2
+    assert h.core.cluster.counters["flips_failed"] == 2
 
 
 def test_late_flip_is_given_up() -> None:
@@ -310,8 +312,8 @@ def test_restarted_worker_keeps_old_role() -> None:
     ask(h, "decode-20", Role.PREFILL)
     h.post(PeerDown(20, "no heartbeat"))
     h.post(PeerUp(30, msgspec.structs.replace(worker_hello(Role.DECODE, 30), name="decode-20")))
-    assert last(h).failure == "it was started again" and not h.core.flipping
-    assert not h.core.cluster.draining and h.core.counters["decode_restarted"] == 1
+    assert last(h).failure == "it was started again" and not h.core.members.flipping
+    assert not h.core.cluster.draining and h.core.cluster.counters["decode_restarted"] == 1
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ def test_flips_and_policy_need_operator_tool(request_: Message) -> None:
     """A role change or policy request from a gateway is a protocol violation."""
     h = Harness.make(decode=2)
     h.receive(1, request_)
-    assert h.protocol_violation and not h.core.cluster.draining and not h.core.flips
+    assert h.protocol_violation and not h.core.cluster.draining and not h.core.members.flips
 
 
 def test_foreign_steps_prove_nothing() -> None:
@@ -366,8 +368,8 @@ def test_mixed_worker_flips_when_empty() -> None:
     h.post(PeerUp(60, msgspec.structs.replace(worker_hello(Role.PREFILL, 60), name="m-0", flipped_from=decode)))
     flip = last(h)
     assert (flip.worker, flip.before, flip.role, flip.state) == ("m-0", "mixed", "prefill", "done")
-    assert not h.core.flipping and not h.core.cluster.draining
-    assert not h.core.counters["prefill_restarted"] and not h.core.counters["decode_restarted"]
+    assert not h.core.members.flipping and not h.core.cluster.draining
+    assert not h.core.cluster.counters["prefill_restarted"] and not h.core.cluster.counters["decode_restarted"]
 
 
 def test_worker_becomes_mixed() -> None:
@@ -380,13 +382,13 @@ def test_worker_becomes_mixed() -> None:
     assert last(h).state == "registering"
     hello = msgspec.structs.replace(worker_hello(Role.PREFILL, 40), name="prefill-10-prefill", process="prefill-10")
     h.post(PeerUp(40, msgspec.structs.replace(hello, flipped_from=10)))
-    assert last(h).state == "done" and h.core.counters["flips"] == 1
+    assert last(h).state == "done" and h.core.cluster.counters["flips"] == 1
     h.now = 1.0
     h.receive(41, DecodeProgress(3, 10, 0))
     assert last(h).first_step_ms == 1000.0, "the first step of either"
     h.now = 2.0
-    h.core.stepped(40)
-    assert last(h).first_step_ms == 1000.0 and not h.core.unproven
+    h.core.members.confirm_flip(40, h.now)
+    assert last(h).first_step_ms == 1000.0 and not h.core.members.unproven
 
 
 def test_lost_link_keeps_mixed_worker() -> None:
@@ -402,7 +404,7 @@ def test_lost_link_keeps_mixed_worker() -> None:
     )
     h.post(PeerUp(prefill, own))
     assert last(h).failure == "the connection to it was lost" and h.take(Draining, decode) == [Draining(None)]
-    assert not h.core.cluster.draining and not h.core.flipping
+    assert not h.core.cluster.draining and not h.core.members.flipping
 
 
 def test_mixed_roles_flip_together() -> None:

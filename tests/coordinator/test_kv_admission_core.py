@@ -156,4 +156,4 @@ def test_preempted_streams_all_finish(monkeypatch: pytest.MonkeyPatch) -> None:
             break
     core = world.cluster.core
     assert not core.cluster.requests and world.decode.allocator.held_count == 0
-    assert not core.counters["work_failed_engine_error"]
+    assert not core.cluster.counters["work_failed_engine_error"]

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator import serve
-from coordinator.recovery import leader_lock
-from coordinator.recovery.leader_lock import LeaderLock, NotLeader
+from coordinator.serve import LeaderLock, NotLeader
 from runtime.process import clock
 from runtime.process.driver import Stop
 from runtime.process.exits import ConfigError
@@ -25,18 +24,18 @@ def test_next_waiter_gets_released_lock(tmp_path: Path) -> None:
     async def work() -> None:
         stop, path = Stop(), str(tmp_path / "sub" / "usage.sqlite")
         first, second, third = LeaderLock(path), LeaderLock(path), LeaderLock(path)
-        assert await first.take(stop, SOON_S)
+        assert await first.acquire(stop, SOON_S)
         with pytest.raises(NotLeader, match=r"usage\.sqlite\.lock: another coordinator"):
-            await second.take(stop, 0.05)
-        waiting = asyncio.create_task(third.take(stop, None))
+            await second.acquire(stop, 0.05)
+        waiting = asyncio.create_task(third.acquire(stop, None))
         await asyncio.sleep(0.05)
         assert not waiting.done()
-        first.give_up()
+        first.release()
         # The one that gave up waiting was before it, and passes the lock on.
         assert await asyncio.wait_for(waiting, SOON_S)
-        third.give_up()
-        assert await first.take(stop, SOON_S)
-        first.give_up()
+        third.release()
+        assert await first.acquire(stop, SOON_S)
+        first.release()
 
     asyncio.run(work())
 
@@ -47,14 +46,14 @@ def test_stopped_waiter_takes_no_lock(tmp_path: Path) -> None:
     async def work() -> None:
         stop, path = Stop(), str(tmp_path / "usage.sqlite")
         first, second = LeaderLock(path), LeaderLock(path)
-        assert await first.take(Stop(), SOON_S)
-        waiting = asyncio.create_task(second.take(stop, None))
+        assert await first.acquire(Stop(), SOON_S)
+        waiting = asyncio.create_task(second.acquire(stop, None))
         await asyncio.sleep(0.05)
         stop.set()
         assert not await asyncio.wait_for(waiting, SOON_S)
-        first.give_up()
-        assert await first.take(Stop(), SOON_S)
-        first.give_up()
+        first.release()
+        assert await first.acquire(Stop(), SOON_S)
+        first.release()
 
     asyncio.run(work())
 
@@ -69,9 +68,9 @@ def test_second_coordinator_names_usage_db_option(
 
     async def work() -> int:
         first = LeaderLock(path)
-        assert await first.take(Stop(), SOON_S)
+        assert await first.acquire(Stop(), SOON_S)
         status = await asyncio.wait_for(serve.serve(settings, Stop()), SOON_S)
-        first.give_up()
+        first.release()
         return status
 
     assert asyncio.run(work()) == 1
@@ -86,7 +85,7 @@ def test_uncreatable_lock_error_names_path(tmp_path: Path) -> None:
     (tmp_path / "link.lock").symlink_to(tmp_path / "file")
     for path in (tmp_path / "file" / "usage.sqlite", tmp_path / "link"):
         with pytest.raises(NotLeader, match=str(path.parent)):
-            asyncio.run(LeaderLock(str(path)).take(Stop(), SOON_S))
+            asyncio.run(LeaderLock(str(path)).acquire(Stop(), SOON_S))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,7 @@ def test_network_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         f"1 1 0:99999 / /other rw - ext4 x rw\n2 1 {number} / /a\\040b rw,relatime shared:1 - {kind} host:/x rw\n"
     )
     assert network_file_system(tmp_path, mounts) == kind
-    monkeypatch.setattr(leader_lock, "network_file_system", lambda path: network_file_system(path, mounts))
+    monkeypatch.setattr(serve, "network_file_system", lambda path: network_file_system(path, mounts))
     path = tmp_path / "usage.sqlite"
     settings = CoordinatorSettings(usage_db=str(path), bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
     with pytest.raises(ConfigError, match=f"--usage-db: {tmp_path} is on {kind}, a network file system"):
@@ -126,9 +125,9 @@ def test_ledger_link_to_nfs_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     far = tmp_path / "far"
     far.mkdir()
     (tmp_path / "usage.sqlite").symlink_to(far / "usage.sqlite")
-    monkeypatch.setattr(leader_lock, "network_file_system", lambda path: "nfs" if path == far else "")
+    monkeypatch.setattr(serve, "network_file_system", lambda path: "nfs" if path == far else "")
     with pytest.raises(ConfigError, match=f"{far} is on nfs"):
-        asyncio.run(LeaderLock(str(tmp_path / "usage.sqlite")).take(Stop(), 60))
+        asyncio.run(LeaderLock(str(tmp_path / "usage.sqlite")).acquire(Stop(), 60))
 
 
 @pytest.mark.parametrize("name", ["a\0b", "loop/usage.sqlite", "file/usage.sqlite"])
@@ -137,7 +136,7 @@ def test_invalid_lock_path_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "file").touch()
     with pytest.raises(NotLeader) as caught:
-        asyncio.run(asyncio.wait_for(LeaderLock(str(tmp_path / name)).take(Stop(), None), 60))
+        asyncio.run(asyncio.wait_for(LeaderLock(str(tmp_path / name)).acquire(Stop(), None), 60))
     assert "another coordinator" not in str(caught.value)
 
 
@@ -173,11 +172,11 @@ def test_lock_of_removed_file_is_refused(tmp_path: Path) -> None:
     async def work() -> None:
         path = str(tmp_path / "usage.sqlite")
         first, second = LeaderLock(path), LeaderLock(path)
-        assert await first.take(Stop(), SOON_S)
-        waiting = asyncio.create_task(second.take(Stop(), None))
+        assert await first.acquire(Stop(), SOON_S)
+        waiting = asyncio.create_task(second.acquire(Stop(), None))
         await asyncio.sleep(0.05)
         os.unlink(f"{path}.lock")
-        first.give_up()
+        first.release()
         with pytest.raises(NotLeader, match="was removed while"):
             await asyncio.wait_for(waiting, 60)
 
@@ -188,8 +187,8 @@ def test_lock_and_folder_are_private(tmp_path: Path) -> None:
     """The lock file has mode 0600 and the folder created for it mode 0700."""
     path = tmp_path / "made" / "usage.sqlite"
     lock = LeaderLock(str(path))
-    assert asyncio.run(lock.take(Stop(), 60))
-    lock.give_up()
+    assert asyncio.run(lock.acquire(Stop(), 60))
+    lock.release()
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert Path(f"{path}.lock").stat().st_mode & 0o777 == 0o600
 
@@ -210,7 +209,7 @@ def test_wall_clock_step_reaches_quotas(monkeypatch: pytest.MonkeyPatch) -> None
     async def work() -> None:
         coordinator = serve.Coordinator(settings)  # type: ignore[attr-defined]
         await coordinator._configure()
-        quotas = coordinator.core.billing.quotas
+        quotas = coordinator.core.accounts.billing.quotas
         now, unix_s, day = clock.now(), clock.unix_time(), quotas.day(clock.now())
         for step_s, days in ((0.5, 0), (86_400.0, 1), (-86_400.0, -1), (0.0, 0)):
             monkeypatch.setattr(clock, "unix_time", lambda step_s=step_s: unix_s + step_s)

@@ -70,7 +70,7 @@ def test_chat_without_max_tokens_fills_pool(
     interrupted = [request.interruptions for request in began if request.interruptions]
     assert use >= 0.6
     assert len(interrupted) <= interrupted_max * len(began) and max(interrupted, default=0) <= 3
-    assert not chats.cluster.core.counters["work_failed_transfer_failed"], "a computed prompt found no room"
+    assert not chats.cluster.core.cluster.counters["work_failed_transfer_failed"], "a computed prompt found no room"
 
 
 def test_no_overcommit_counts_max_tokens() -> None:
@@ -98,7 +98,7 @@ def test_short_answers_do_not_loosen_quotas(taught_tokens: int) -> None:
     account, most_in_flight, most_a_day = None, 0, 0
     while cluster.next_s < 1200.0:
         cluster.step()
-        if (account := cluster.core.billing.quotas.accounts.get("a")) is not None:
+        if (account := cluster.core.accounts.billing.quotas.accounts.get("a")) is not None:
             running = [r.submit for r in cluster.requests.values() if r.submit.tenant == "a" and r.state is None]
             most_in_flight = max(most_in_flight, sum(s.prompt_tokens + s.sampling.max_tokens for s in running))
             most_a_day = max(most_a_day, account.day_tokens)

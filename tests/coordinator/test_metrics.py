@@ -3,7 +3,7 @@
 from collections import Counter
 
 from coordinator.core import Core
-from coordinator.reporting import report
+from coordinator.reporting import status
 from coordinator.reporting.metrics import CoordinatorMetrics
 from runtime.link.peer import LinkCounters
 from runtime.metrics.common import link_counters
@@ -12,8 +12,8 @@ from runtime.metrics.common import link_counters
 def test_new_core_counters_are_exported() -> None:
     """A counter that the core begins to use is exported without further code."""
     core = Core()
-    registry = CoordinatorMetrics(core, lambda: 0.0).registry
-    core.counters.update(something_new=2, rejected_new_reason=3, prefill_lost=4)
+    registry = CoordinatorMetrics(core.state, lambda: 0.0).registry
+    core.cluster.counters.update(something_new=2, rejected_new_reason=3, prefill_lost=4)
     for name, labels, value in (
         ("events", {"event": "something_new"}, 2),
         ("requests_rejected", {"reason": "new_reason"}, 3),
@@ -26,11 +26,11 @@ def test_new_core_counters_are_exported() -> None:
 def test_counters_continue_after_absence() -> None:
     """The process goes on with a core that knows nothing."""
     core = Core()
-    metrics = CoordinatorMetrics(core, lambda: 0.0)
+    metrics = CoordinatorMetrics(core.state, lambda: 0.0)
     links = {"control": LinkCounters(messages_in=7, silent=Counter({"client": 2}))}
     link_counters(metrics.registry, links)
-    core.counters.update(something=2, prefill_lost=4)
-    core.outcomes.update(finished=5)
+    core.cluster.counters.update(something=2, prefill_lost=4)
+    core.state.outcomes.update(finished=5)
     metrics.refused_behind = 3
 
     def value(name: str, **labels: str) -> float | None:
@@ -45,14 +45,14 @@ def test_counters_continue_after_absence() -> None:
         }
 
     for absences in (1, 2):
-        before, shown = all_counters(), report.status(core)
+        before, shown = all_counters(), status.status(core.state)
         core = Core()
-        metrics.begin_anew(core, shown)
+        metrics.begin_anew(core.state, shown)
         links["control"] = LinkCounters()
         after = all_counters()
         assert {name for name in before if after[name] < before[name]} == set()
         assert value("coordinator_absences") == absences
-    core.counters.update(something=1)
+    core.cluster.counters.update(something=1)
     links["control"].messages_in += 1
     metrics.refused_behind += 1
     assert (
@@ -64,4 +64,4 @@ def test_counters_continue_after_absence() -> None:
 
 def test_status_includes_counts_before_absence() -> None:
     now, earlier = ({"a": 1}, {"finished": 2}), ({"a": 4, "b": 1}, {"finished": 3, "failed": 1})
-    assert report.summed(now, earlier) == [{"a": 5, "b": 1}, {"finished": 5, "failed": 1}]
+    assert status.summed(now, earlier) == [{"a": 5, "b": 1}, {"finished": 5, "failed": 1}]

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from coordinator.events import Configured
 from coordinator.policy.keeper import ASKED_MAX, PolicyKeeper, PolicyStoreError
-from coordinator.policy.trial import merged, tenants_of
-from coordinator.policy.versions import PolicyError, PolicyInForce, Trial, Versions
+from coordinator.policy.versions import PolicyError, PolicyInForce, Trial, Versions, merged, tenants_of
 from proto.limits import MAX_POLICY_VERSIONS
 from proto.messages import Finished, Submit
 from proto.policy import ArmStatus, PolicyAction, PolicyAnswer, PolicyRequest
@@ -150,7 +149,7 @@ def test_requests_count_under_their_version() -> None:
         decoding(h, of(name, tenant))
     for name in ("before", "a", "b", "c"):
         h.receive(h.core.cluster.requests[name].decode_incarnation, Finished(name, 1, 4, 0))
-    arms = h.core.goodput.by_arm
+    arms = h.core.accounts.goodput.by_arm
     assert (arms["candidate"].offered, arms["candidate"].finished) == (2, 2)
     assert (arms["active"].offered, arms["active"].finished) == (1, 1), "what came before the trial is not counted"
 
@@ -182,7 +181,7 @@ async def ask(keeper: PolicyKeeper, *requests: PolicyRequest) -> list[PolicyAnsw
         async with asyncio.timeout(10):
             for request in requests:
                 done = asyncio.Event()
-                keeper.ask(request, lambda answer, done=done: (answers.append(answer), done.set()))  # type: ignore[misc]
+                keeper.on_request(request, lambda answer, done=done: (answers.append(answer), done.set()))  # type: ignore[misc]
                 await done.wait()
     finally:
         serving.cancel()
@@ -318,7 +317,7 @@ def test_waiting_policy_requests_are_bounded(tmp_path: Path) -> None:
         keeper = await Kept(tmp_path).start()
         answers: list[PolicyAnswer] = []
         for _ in range(ASKED_MAX + 2):
-            keeper.ask(PolicyRequest(PolicyAction.LIST), answers.append)
+            keeper.on_request(PolicyRequest(PolicyAction.LIST), answers.append)
         assert len(answers) == 2 and all("try again" in answer.refusal for answer in answers)
 
     run(body)

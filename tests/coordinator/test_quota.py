@@ -6,8 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from coordinator.accounting.account import Grant
-from coordinator.accounting.quota import BORROW_RETRY_S, DAY_S, HELD_RETRY_S, Ask, Denial, Quotas
+from coordinator.accounting.quota import BORROW_RETRY_S, DAY_S, HELD_RETRY_S, Ask, Denial, Grant, Quotas
 from proto.messages import RateState
 from runtime.tenancy.tenants import Level, Tenants, parse
 from tests.helpers import first

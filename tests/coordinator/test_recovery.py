@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
-from coordinator.reporting import report
+from coordinator.reporting import status
 from proto.errors import CancelReason, Interrupt, Reject
 from proto.messages import (
     Accepted,
@@ -71,28 +71,28 @@ def test_hung_worker_is_fenced_at_once(role: Role) -> None:
     h.receive(1, submit("a"))
     request = h.core.cluster.requests["a"]
     hung = request.prefill_incarnation if role is Role.PREFILL else request.decode_incarnation
-    hello = h.core.peers[hung]
+    hello = h.core.members.peers[hung]
     h.receive(hung, Hung(31_000.0))
     assert [m.attempt for m in h.take(Interrupted, 1) if isinstance(m, Interrupted)] == [1]
-    assert hung not in h.core.cluster.workers and h.core.counters[f"{role}_hung"] == 1
+    assert hung not in h.core.cluster.workers and h.core.cluster.counters[f"{role}_hung"] == 1
     state, ends = request.state, dict(h.ended)
     for late in (Finished("a", 1, 3, 0), WorkFailed("a", 1, Interrupt.ENGINE_ERROR, "late"), Hung(1.0)):
         assert h.receive(hung, late) == []
     h.post(PeerDown(hung, "connection closed"))
-    assert (request.state, h.ended) == (state, ends) and h.core.counters[f"{role}_lost"] == 1
+    assert (request.state, h.ended) == (state, ends) and h.core.cluster.counters[f"{role}_lost"] == 1
     assert "hung" in (h.core.refusal(hello) or "")
 
 
 def test_restarted_process_is_counted() -> None:
     """A worker that returns with another incarnation counts as restarted, a lost link alone does not."""
     h = Harness.make()
-    first = h.core.peers[10]
+    first = h.core.members.peers[10]
     h.post(PeerDown(10, "connection closed"))
     h.post(PeerUp(10, first))
-    assert h.core.counters["prefill_restarted"] == 0, "its link was lost, no more"
+    assert h.core.cluster.counters["prefill_restarted"] == 0, "its link was lost, no more"
     h.post(PeerDown(10, "killed"))
     h.post(PeerUp(99, msgspec.structs.replace(first, incarnation=99)))
-    assert h.core.counters["prefill_restarted"] == 1
+    assert h.core.cluster.counters["prefill_restarted"] == 1
 
 
 def test_left_out_pair_is_in_status() -> None:
@@ -100,7 +100,7 @@ def test_left_out_pair_is_in_status() -> None:
     h = cluster()
     for number in range(TRIP_AFTER):
         h.one(f"r{number}", works=False)
-    [said] = report.status(h.core).circuit_open
+    [said] = status.status(h.core.state).circuit_open
     assert "prefill-10 → decode-20" in said and f"{TRIP_AFTER} transfers" in said
 
 
@@ -111,7 +111,7 @@ def interrupted(h: Harness, *names: str) -> None:
     """Their prefill worker is lost, and another one comes."""
     for name in names:
         h.receive(1, submit(name))
-    lost = next(incarnation for incarnation, peer in h.core.peers.items() if peer.role is Role.PREFILL)
+    lost = next(incarnation for incarnation, peer in h.core.members.peers.items() if peer.role is Role.PREFILL)
     h.post(PeerDown(lost, "killed"))
     h.post(PeerUp(lost + 100, worker_hello(Role.PREFILL, lost + 100)))
     for release in h.take(Release, 20):
@@ -138,7 +138,7 @@ def test_retries_over_budget_wait_and_return() -> None:
     h.now = WINDOW_S
     h.receive(1, submit("c", attempt=2))
     assert len(h.take(Accepted)) == 1, "what was refused does not count"
-    assert h.core.counters["retries"] == 3 and h.core.counters["retries_put_off"] == 21
+    assert h.core.cluster.counters["retries"] == 3 and h.core.cluster.counters["retries_put_off"] == 21
 
 
 def test_cancelled_retry_counts_when_it_returns() -> None:
@@ -293,7 +293,7 @@ def test_only_pair_gets_single_probes() -> None:
     h = cluster()
     for number in range(TRIP_AFTER):
         assert h.one(f"r{number}", works=False) == (10, 20)
-    assert h.core.counters["pairs_left_out"] == 1
+    assert h.core.cluster.counters["pairs_left_out"] == 1
     for name in ("a", "b"):
         assert h.one(name, works=True) is None, "it waits, rather than fail"
     assert h.core.next_deadline() is not None

@@ -1,6 +1,6 @@
 """Ended requests are remembered by time: what repeats them within it neither runs nor is charged again."""
 
-from coordinator.accounting.tombstones import SLICES, Remembered
+from coordinator.accounting.billing import SLICES, Remembered
 from coordinator.accounting.usage import Opened
 from coordinator.core import Core
 from coordinator.events import Configured, Limits, PeerUp, Received, Send
@@ -28,7 +28,7 @@ def test_repeated_submit_is_recognised() -> None:
         said = [action.message for action in again if isinstance(action, Send)]
         assert [type(message) for message in said] == [Interrupted]
         assert not any(isinstance(action, Opened) for action in again), "it would be charged again"
-    assert core.billing.settled.get("r2") is not None
+    assert core.accounts.billing.settled.get("r2") is not None
 
 
 def test_entries_expire_within_one_slice() -> None:

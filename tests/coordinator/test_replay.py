@@ -92,7 +92,7 @@ def tenants_world(seed: int) -> LoggedCore:
             h.receive(10, StepDone(step.step_id, step.chunks, 5.0, 0))
         if number == 40:
             h.post(Configured(parse(TENANTS.replace("100", "30")), 1e9 + 1))
-    assert h.core.counters["rejected_quota"] > 5 and h.core.counters["rejected_priority_class"] > 5
+    assert h.core.cluster.counters["rejected_quota"] > 5 and h.core.cluster.counters["rejected_priority_class"] > 5
     return as_logged(h.core)
 
 
@@ -268,7 +268,7 @@ def test_hashes_of_keys_are_not_written() -> None:
     assert tenants.keys
     core.handle(Configured(tenants, 0.0), 1.0)
     again = replay(core.event_log())
-    assert again.run() is None and not again.core.billing.quotas.tenants.keys
+    assert again.run() is None and not again.core.accounts.billing.quotas.tenants.keys
     assert (
         b"acme" in core.event_log()
         and b"unguessable" not in core.event_log()

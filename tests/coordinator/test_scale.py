@@ -147,7 +147,7 @@ def test_equal_worker_change_skips_queue(monkeypatch: pytest.MonkeyPatch) -> Non
     can_run = core.cluster.can_run
     monkeypatch.setattr(core.cluster, "can_run", lambda request: examined.append(request.id) or can_run(request))
     hellos = {
-        incarnation: core.peers[incarnation]
+        incarnation: core.members.peers[incarnation]
         for incarnation in (*list(core.cluster.workers)[:1], *list(core.cluster.workers)[-1:])
     }
     assert {hello.role for hello in hellos.values()} == {Role.PREFILL, Role.DECODE}

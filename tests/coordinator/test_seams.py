@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from coordinator.accounting.tombstones import Remembered
+from coordinator.accounting.billing import Remembered
 from coordinator.events import Configured, Limits, PeerDown, PeerUp
 from coordinator.main import Coordinator
 from coordinator.outbox import Outbox
@@ -102,16 +102,18 @@ def test_early_gateway_return_keeps_one_bill():
     world.receive(1, Cancel("a", 1, CancelReason.ABANDONED))
     world.receive(1, submit("a", attempt=2))
     assert [message.attempt for message in world.take(Accepted)] == [1, 2]  # type: ignore[attr-defined]
-    bill = world.core.billing.bills["a"]
+    bill = world.core.accounts.billing.bills["a"]
     world.receive(10, StepDone(step.step_id, (), 1.0, 0))  # type: ignore[attr-defined]
     release_all(world, "a", emitted=3)
-    assert world.core.billing.bills["a"] is bill and bill.counters.output_tokens == 1 + 3, "one bill for all attempts"
+    assert world.core.accounts.billing.bills["a"] is bill and bill.counters.output_tokens == 1 + 3, (
+        "one bill for all attempts"
+    )
     world.receive(1, Cancel("a", 2, CancelReason.DISCONNECTED))
     for incarnation in (10, 20):
         world.receive(incarnation, Released("a", 2))
     for step in world.take(Step):
         world.receive(10, StepDone(step.step_id, (), 1.0, 0))  # type: ignore[attr-defined]
-    assert not world.core.billing.bills
+    assert not world.core.accounts.billing.bills
 
 
 def test_refused_reopened_bill_ends_as_before():
@@ -121,13 +123,13 @@ def test_refused_reopened_bill_ends_as_before():
     (step,) = world.take(Step)
     world.post(PeerDown(1, "silent"))
     world.post(PeerUp(1, gateway_hello(1)))
-    world.core.limits = type(world.core.limits)(tenant_queue_max=0)
+    world.core.accounts.limits = type(world.core.limits)(tenant_queue_max=0)
     world.receive(1, submit("a", attempt=2))
     assert world.take(Rejected)[0].reason is Reject.QUEUE_FULL  # type: ignore[attr-defined]
-    assert world.core.billing.bills["a"].counters.outcome == "cancelled"
+    assert world.core.accounts.billing.bills["a"].counters.outcome == "cancelled"
     world.receive(10, StepDone(step.step_id, (), 1.0, 0))  # type: ignore[attr-defined]
     release_all(world, "a")
-    assert not world.core.billing.bills
+    assert not world.core.accounts.billing.bills
 
 
 def test_id_with_open_bill_is_duplicate():
@@ -136,7 +138,7 @@ def test_id_with_open_bill_is_duplicate():
     world.receive(1, submit("a"))
     world.receive(1, Cancel("a", 1, CancelReason.DISCONNECTED))
     release_all(world, "a")
-    world.core.ended = Remembered(1.0, 1)  # as after many more requests; its chunk is still out
+    world.core.state.ended = Remembered(1.0, 1)  # as after many more requests; its chunk is still out
     world.receive(1, submit("a"))
     assert world.take(Rejected)[0].reason is Reject.DUPLICATE  # type: ignore[attr-defined]
 
@@ -224,7 +226,7 @@ def test_cut_off_hashes_are_a_violation():
 def test_large_byte_counts_are_reported():
     """Status reports carry byte counts over the limit of ordinary counts."""
     world = Harness.make()
-    world.core.counters["kv_bytes_moved"] = 1 << 41
+    world.core.cluster.counters["kv_bytes_moved"] = 1 << 41
     world.receive(1, StatusRequest())
     (report,) = world.take(StatusReport)
     assert decode(to_frames(report)) == (report, b"")

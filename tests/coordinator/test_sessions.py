@@ -233,7 +233,7 @@ def test_found_kv_charged_if_others_wait(others: int) -> None:
         world.at(14.5, world.submit, f"long-{number}", "b", 4000)
     world.at(15.0, world.turn, "t1", "s", 960, 8)
     world.run(100.0)
-    assert world.core.counters["lease_found"] == 1 and not world.core.counters["lease_broken"]
+    assert world.core.cluster.counters["lease_found"] == 1 and not world.core.cluster.counters["lease_broken"]
     assert [who for who, _ in charged] == (["a"] if others else [])
     assert all(0.8 < cost / (800 * 14 / module.COMPUTED_ANEW_S) < 1.2 for _, cost in charged)
 
@@ -248,10 +248,10 @@ def test_session_end_reaches_its_workers() -> None:
     session = next(iter(pool.sessions._idle))
     session.name = b"name"
     pool.sessions._by_name[("a", b"name")] = {session: None}
-    gateway = next(i for i, hello in world.core.peers.items() if hello.role == "gateway")
+    gateway = next(i for i, hello in world.core.members.peers.items() if hello.role == "gateway")
     said = []
-    send = world.core.send
-    world.core.send = lambda incarnation, message, blob=b"": (
+    send = world.core.state.send
+    world.core.state.send = lambda incarnation, message, blob=b"": (
         said.append((incarnation, message)),
         send(incarnation, message, blob),
     )  # type: ignore[method-assign, assignment]

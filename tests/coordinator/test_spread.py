@@ -40,7 +40,7 @@ def test_lost_gateway_ends_requests_by_parts() -> None:
     h.post(PeerDown(1, "killed"))
     assert before - len(h.core.cluster.requests) == STEPS_PER_EVENT
     assert ticks(h) >= 2
-    assert not h.core.cluster.requests and not h.core.orphans and not h.core.lost_gateways
+    assert not h.core.cluster.requests and not h.core.members.orphans and not h.core.members.lost_gateways
     assert len(h.core.cluster.queues["m"]) == 0 and h.core.cluster.queues["m"].fair.size == 0
 
 
@@ -49,7 +49,7 @@ def test_returned_gateway_gets_orphan_anew() -> None:
     h = full()
     h.post(PeerDown(1, "link closed"))
     last = f"r{WAITING - 1}"
-    assert last in h.core.orphans
+    assert last in h.core.members.orphans
     h.post(PeerUp(1, worker_hello(Role.GATEWAY, 1)))
     h.receive(1, submit(last, 8, attempt=2))
     ticks(h)

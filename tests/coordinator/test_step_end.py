@@ -158,7 +158,7 @@ def test_decode_limits_name_their_reason() -> None:
 
 
 def value(s: Harness, name: str, **labels: Any) -> float | None:
-    registry = CoordinatorMetrics(s.core, lambda: s.now).registry
+    registry = CoordinatorMetrics(s.core.state, lambda: s.now).registry
     return registry.get_sample_value(f"crossdock_coordinator_{name}", {"model": MODEL, **labels})
 
 
@@ -202,7 +202,7 @@ def test_ratios_continue_after_absence() -> None:
     s = scene()
     ratios = s.core.cluster.queues[MODEL].output_ratios["standard"] = Ratios()
     ratios.add(0.2)
-    metrics = CoordinatorMetrics(s.core, lambda: 0.0)
+    metrics = CoordinatorMetrics(s.core.state, lambda: 0.0)
     other = scene()
     metrics.registry.carry_over()
     metrics._core = other.core

@@ -65,7 +65,7 @@ class World(VirtualCluster):
 
     @property
     def on_decode(self) -> int:
-        return self.core.counters["suffixes_on_decode"]
+        return self.core.cluster.counters["suffixes_on_decode"]
 
 
 def test_turn_runs_where_its_kv_is() -> None:

@@ -66,11 +66,11 @@ class World(Harness):
         return row
 
     def held(self, name: str) -> tuple[int, int, int]:
-        account = self.core.billing.quotas.accounts[name]
+        account = self.core.accounts.billing.quotas.accounts[name]
         return account.concurrency, account.tokens_in_flight, account.kv_blocks
 
     def day_tokens(self, name: str) -> int:
-        return self.core.billing.quotas.accounts[name].day_tokens
+        return self.core.accounts.billing.quotas.accounts[name].day_tokens
 
     def run_prompt(self, name: str, attempt: int = 1) -> None:
         """All its chunks are computed, and its KV is handed over."""
@@ -237,7 +237,7 @@ def test_resume_pays_prompt_once() -> None:
     w.receive(41 - decode, Finished("r", 2, 15, 0))
     closed = w.closed("r")
     assert (closed.prompt_tokens, closed.output_tokens, closed.charged_tokens) == (10, 21, 31)
-    assert w.core.billing.quotas.rates("a/x", 0.0).remaining_requests == 1
+    assert w.core.accounts.billing.quotas.rates("a/x", 0.0).remaining_requests == 1
 
 
 @pytest.mark.parametrize("step_word_first", [True, False])
@@ -267,7 +267,7 @@ def test_queue_expiry_returns_the_quota() -> None:
     w.now = 6.0
     w.post(Tick())
     assert w.closed("r2") == Closed("r2", "expired", 0, 0, 0, 0, 6000.0, 0.0, 0.0, 0.0)
-    assert w.core.billing.quotas.rates("a/x", 6.0).remaining_requests == 1
+    assert w.core.accounts.billing.quotas.rates("a/x", 6.0).remaining_requests == 1
 
 
 def test_full_queue_returns_the_quota() -> None:
@@ -275,7 +275,7 @@ def test_full_queue_returns_the_quota() -> None:
     for number in range(9):
         w.receive(1, by("a", f"r{number}", 2000, max_tokens=90))
     assert {m.reason for m in w.take(Rejected)} == {Reject.QUEUE_FULL}  # type: ignore[attr-defined]
-    assert w.core.billing.quotas.rates("a", 0.0).remaining_requests == 60 - len(w.core.cluster.requests)
+    assert w.core.accounts.billing.quotas.rates("a", 0.0).remaining_requests == 60 - len(w.core.cluster.requests)
 
 
 def test_borrowing_ends_when_others_wait() -> None:
@@ -375,7 +375,7 @@ def test_orphan_refused_by_full_queue_stays() -> None:
     w.sent.clear()
     w.receive(1, by("a/x", "r", 900, attempt=2, max_tokens=50, resumed=800))
     assert rejected(w).reason is Reject.QUEUE_FULL
-    assert list(w.core.billing.orphans) == ["r"] and w.held("a/x") == (1, 150, 5)
+    assert list(w.core.accounts.billing.orphans) == ["r"] and w.held("a/x") == (1, 150, 5)
     w.now = 1000.0
     w.post(Tick())
     assert (w.closed("r").outcome, w.held("a/x")) == (LOST, (0, 0, 0))
@@ -428,7 +428,7 @@ class ChaoticTenants(RandomWorld):
     def post(self, event: Any) -> list[Any]:
         actions = super().post(event)
         self.rows += [action for action in actions if isinstance(action, Opened | Closed)]
-        for name, account in self.core.billing.quotas.accounts.items():
+        for name, account in self.core.accounts.billing.quotas.accounts.items():
             assert min(account.concurrency, account.tokens_in_flight, account.kv_blocks, account.day_tokens) >= 0, name
         return actions
 
@@ -455,7 +455,7 @@ def test_every_request_is_closed_once(seed: int) -> None:
     opened = [row for row in w.rows if isinstance(row, Opened)]
     closed = {row.request_id: row for row in w.rows if isinstance(row, Closed)}
     assert {row.request_id for row in opened} == set(closed), seed
-    billing = w.core.billing
+    billing = w.core.accounts.billing
     assert not billing.bills and not billing.orphans
     for name, account in billing.quotas.accounts.items():
         assert (account.concurrency, account.tokens_in_flight, account.kv_blocks) == (0, 0, 0), (seed, name)

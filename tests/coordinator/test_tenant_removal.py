@@ -31,7 +31,7 @@ def world(organisations: int, **capacity: int) -> Harness:
         path = ("standard", f"o{number}", "u")
         queue.emitted(path, 1)
         queue.served[path] = Rate(0.0)
-        h.core.billing.quotas.rates(f"o{number}/u", 0.0)
+        h.core.accounts.billing.quotas.rates(f"o{number}/u", 0.0)
     return h
 
 
@@ -62,7 +62,7 @@ def removal_cost(organisations: int) -> int:
     known = [f"o{number}" for number in range(organisations // 2)]
     assert [path[1] for path in queue.fair.tenants()] == known
     assert [path[1] for path in queue.served] == known
-    assert not h.core.leaving or all("/" not in tenant for tenant in h.core.leaving)
+    assert not h.core.accounts.leaving or all("/" not in tenant for tenant in h.core.accounts.leaving)
     return cost
 
 
@@ -80,12 +80,12 @@ def test_removed_tenant_ends_with_last_request() -> None:
         for number in range(organisations):  # the first one runs, and all others wait
             h.receive(1, msgspec.structs.replace(submit(f"r{number}"), tenant=f"o{number}/u"))
         h.post(Configured(tenants_file(1), 0.0))
-        assert "o3/u" in h.core.leaving
+        assert "o3/u" in h.core.accounts.leaving
         event = Received(1, Cancel("r3", 1, CancelReason.DISCONNECTED))
         costs.append(opcodes(lambda event=event, h=h: h.core.handle(event, h.now)))  # type: ignore[misc]
-        assert "o3/u" not in h.core.leaving and "o3/u" not in h.core.billing.quotas.accounts
+        assert "o3/u" not in h.core.accounts.leaving and "o3/u" not in h.core.accounts.billing.quotas.accounts
         assert ("standard", "o3", "u") not in h.core.cluster.queues[MODEL].fair.tenants()
-        assert len([tenant for tenant in h.core.leaving if "/" in tenant]) == organisations - 2
+        assert len([tenant for tenant in h.core.accounts.leaving if "/" in tenant]) == organisations - 2
     assert costs[1] <= 1.5 * costs[0], costs
 
 

@@ -6,7 +6,6 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from coordinator.event_log.longest_waits import Longest
 from coordinator.event_log.reasons import (
     BehindNoRoom,
     CachedElsewhere,
@@ -29,6 +28,7 @@ from coordinator.event_log.timeline import (
     Submitted,
     Timeline,
 )
+from coordinator.event_log.whole_log import Longest
 from coordinator.events import Limits, PeerDown, Tick
 from proto.errors import Interrupt
 from proto.messages import CacheEvents, Chunk, Finished, HandedOver, Released, StepDone, WorkFailed

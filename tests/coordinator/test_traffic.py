@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.events import PeerUp
-from coordinator.reporting.report import status
+from coordinator.reporting.status import status
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Finished, Hello, Role, StatusRequest, StepDone
 from proto.progress import DecodeProgress, Joined
@@ -52,14 +52,14 @@ def test_status_reports_prompt_and_answer_lengths() -> None:
     own = h.core.cluster.requests["a"].decode_incarnation
     h.receive(own, DecodeProgress(0, 10, 0, (Joined("a", 1, 0),)))
     h.receive(own, DecodeProgress(12, 10, 0))
-    (seen,) = status(h.core).traffic
+    (seen,) = status(h.core.state).traffic
     assert (seen.model, seen.prompt_tokens, seen.stands_for) == ("m", (30,), (1,))
     assert 12 <= seen.output_tokens[0] <= 20
     h.receive(own, Finished("a", 1, 40, 40))
-    (seen,) = status(h.core).traffic
+    (seen,) = status(h.core.state).traffic
     assert seen.output_tokens == (40,)
     h.receive(1, submit("a", 30, attempt=2, resumed=1))
-    assert len(status(h.core).traffic[0].ages_ms) == 1, "another attempt is no other request"
+    assert len(status(h.core.state).traffic[0].ages_ms) == 1, "another attempt is no other request"
 
 
 def test_status_reports_time_per_token() -> None:
@@ -71,11 +71,11 @@ def test_status_reports_time_per_token() -> None:
     h.receive(own, DecodeProgress(0, 10, 0, (Joined("a", 1, 0),)))
     h.now = 10.5
     h.receive(own, DecodeProgress(12, 10, 0))
-    (seen,) = status(h.core).traffic
+    (seen,) = status(h.core.state).traffic
     assert 500 / 12 <= seen.tpot_ms[0] <= 500 / 9
     h.now = 12.0
     h.receive(own, Finished("a", 1, 41, 41))
-    (seen,) = status(h.core).traffic
+    (seen,) = status(h.core.state).traffic
     assert seen.tpot_ms[0] == pytest.approx(2000 / 40)
 
 
@@ -111,4 +111,4 @@ def test_empty_step_is_no_measurement() -> None:
     """An empty step is not kept as a measured step."""
     h = Harness.make()
     h.receive(10, StepDone(0, (), 0.0, 0))
-    assert all(not worker.steps for worker in status(h.core).workers)
+    assert all(not worker.steps for worker in status(h.core.state).workers)

@@ -176,7 +176,7 @@ class RandomWorld(Harness):
         )
 
     def incarnations(self, role: Role) -> list[int]:
-        return [e for e, hello in self.core.peers.items() if hello.role is role]
+        return [e for e, hello in self.core.members.peers.items() if hello.role is role]
 
     def step(self) -> None:
         self.now += self.random.random()

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.admission.checks import judge
+from coordinator.admission import cannot_serve
 from coordinator.events import Limits
-from coordinator.room import cluster_state
+from coordinator.messages import cluster_state
 from gateway.text.tokenizer import ModelFacts, ModelTokenizer
 from proto.messages import ClusterState, Role
 from proto.parts import Room
@@ -116,4 +116,4 @@ def test_defaults_are_always_admitted(data: st.DataObject) -> None:
     if most < 1 or prompt > facts.prompt_tokens_max:
         return
     asked = submit("a", prompt, max_tokens=most, choices=choices)
-    assert judge(asked, pool, Limits(), 0.0) == (None, "")
+    assert cannot_serve(asked, pool, Limits(), 0.0) is None

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from coordinator.event_log.longest_waits import Waited
 from coordinator.event_log.reasons import By, OtherTurn
 from coordinator.event_log.timeline import ChunkSent, Entry, Passed, Placed, RequestEnded, Submitted
+from coordinator.event_log.whole_log import Waited
 from launcher.cluster.plan import PlannedProcess
 from launcher.load.figures import LoadSlo, figures
 from launcher.load.records import RequestRecord

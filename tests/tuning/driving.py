@@ -9,7 +9,7 @@ from functools import partial
 from itertools import pairwise
 
 from coordinator.events import Limits
-from coordinator.reporting import report
+from coordinator.reporting import status
 from proto.messages import Role
 from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.lifecycle import RequestState
@@ -122,9 +122,9 @@ def drive(
 
 
 def _look(cluster: VirtualCluster, pilot: Autopilot, found: Outcome, log: Callable[[str], None]) -> None:
-    cluster.core.now = cluster.now
-    status = report.status(cluster.core)
-    decision = pilot.decide(observation_of(status, "m"), cluster.now)
+    cluster.core.state.now = cluster.now
+    report = status.status(cluster.core.state)
+    decision = pilot.decide(observation_of(report, "m"), cluster.now)
     found.decisions.append(decision)
     if not found.ratios or found.ratios[-1][1] != str(decision.present):
         found.ratios.append((cluster.now, str(decision.present)))
@@ -138,8 +138,8 @@ def _look(cluster: VirtualCluster, pilot: Autopilot, found: Outcome, log: Callab
 
 
 def _compare(cluster: VirtualCluster, accuracy: Accuracy) -> None:
-    cluster.core.now = cluster.now
-    status = report.status(cluster.core)
-    seen = observation_of(status, "m")
-    accuracy.look(None if seen.is_changing else ratio_of(seen), status.traffic[0], cluster.now)
+    cluster.core.state.now = cluster.now
+    report = status.status(cluster.core.state)
+    seen = observation_of(report, "m")
+    accuracy.look(None if seen.is_changing else ratio_of(seen), report.traffic[0], cluster.now)
     cluster.at(cluster.now + EVERY_S, _compare, cluster, accuracy)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from coordinator.events import PeerDown, PeerUp
-from coordinator.reporting.report import status
+from coordinator.reporting.status import status
 from proto.drain import FlipRequest
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Role
@@ -129,7 +129,7 @@ def test_other_models_are_ignored() -> None:
     h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "flip-1")))
     h.receive(5, FlipRequest("other-50", Role.DECODE, True, 0.0))  # type: ignore[arg-type]
     h.post(PeerDown(51, "killed"))
-    report = status(h.core)
+    report = status(h.core.state)
     seen, there = (observation_of(report, model) for model in ("m", "other"))
     assert (seen.is_changing, seen.lost) == (False, 0) and (there.is_changing, there.lost) == (True, 1)
 

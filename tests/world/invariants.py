@@ -68,19 +68,19 @@ def check(core: Core, *, honest: bool = True) -> None:
     for request in core.cluster.requests.values():
         assert request.state not in TERMINAL
         assert (request.id in queued) == (request.state is RequestState.QUEUED)
-        assert (request.id in core.interrupted) == (request.state is RequestState.INTERRUPTED)
+        assert (request.id in core.state.interrupted) == (request.state is RequestState.INTERRUPTED)
         if request.state in ON_WORKERS and request.state is not RequestState.DECODING:
             assert request.key in core.cluster.workers[request.prefill_incarnation].allocations
         if request.state is RequestState.DECODING:
             assert request.key in core.cluster.workers[request.decode_incarnation].allocations
-    assert all(request_id in core.cluster.requests for request_id in (*queued, *core.interrupted))
+    assert all(request_id in core.cluster.requests for request_id in (*queued, *core.state.interrupted))
     _check_bills(core, honest)
 
 
 def _check_bills(core: Core, honest: bool) -> None:
     """Assert that each request has a bill, that each bill waits for something, and that each quota level holds the sum of its
     bills."""
-    billing, out = core.billing, Counter[str]()
+    billing, out = core.accounts.billing, Counter[str]()
     for worker in core.cluster.workers.values():
         out.update(request_id for request_id, attempt in worker.allocations if attempt != RETAINED)
         out.update(chunk.request_id for step, _ in worker.steps.values() for chunk in step.chunks)
@@ -93,7 +93,7 @@ def _check_bills(core: Core, honest: bool) -> None:
             if request
             else billing.is_open_to(request_id) or (bill.counters.outcome and bill.counters.held)
         )
-        concurrency.update(dict.fromkeys((account.name for account in bill.accounts), bill.sequences))
+        concurrency.update(dict.fromkeys((account.name for account in bill.grant.accounts), bill.grant.sequences))
     assert set(core.cluster.requests) <= set(billing.bills)
     assert all(account.concurrency == concurrency[name] for name, account in billing.quotas.accounts.items())
 

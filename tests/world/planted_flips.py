@@ -65,9 +65,9 @@ def a_worker_that_changes_its_role_gets_more(m: pytest.MonkeyPatch) -> None:
     """It is told to change and goes on to be placed on."""
     begin = draining.begin
 
-    def begins(state: State, worker: Worker, hand_over_ms: float, now: float) -> None:
-        begin(state, worker, hand_over_ms, now)
-        if worker.incarnation in state.flipping:
+    def begins(state: State, worker: Worker, hand_over_ms: float) -> None:
+        begin(state, worker, hand_over_ms)
+        if worker.incarnation in state.members.flipping:
             worker.draining = False
 
     m.setattr(draining, "begin", begins)

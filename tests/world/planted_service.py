@@ -6,11 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator import core, outbox, state
+from coordinator import core, outbox, requests, state
 from coordinator.accounting import billing
 from coordinator.accounting.usage import Closed, Past
-from coordinator.admission import intake
-from coordinator.recovery import draining, members
+from coordinator.recovery import draining, processes
 from gateway.streams.keeper import StreamKeeper
 from gateway.streams.liveness import Liveness
 from gateway.streams.state import StreamPhase, Submission
@@ -170,15 +169,15 @@ def a_cancel_forgets_the_decode_side(m: pytest.MonkeyPatch) -> None:
 @bug
 def a_lost_worker_keeps_its_reservations(m: pytest.MonkeyPatch) -> None:
     """Its tenants' concurrency and blocks never come back."""
-    original = members.down
+    original = processes.on_down
 
-    def down(self: state.State, incarnation: int, reason: str, now: float) -> None:
+    def down(self: state.State, incarnation: int, reason: str, *, lives: bool = False) -> None:
         worker = self.cluster.workers.get(incarnation)
         if worker is not None:
             worker.allocations.clear()
-        original(self, incarnation, reason, now)
+        original(self, incarnation, reason, lives=lives)
 
-    m.setattr(members, "down", down)
+    m.setattr(processes, "on_down", down)
 
 
 @bug
@@ -210,16 +209,16 @@ def an_interrupted_gateway_is_not_told(m: pytest.MonkeyPatch) -> None:
 @bug
 def a_lost_gateway_is_not_cancelled(m: pytest.MonkeyPatch) -> None:
     """Its requests run on."""
-    original = members.down
+    original = processes.on_down
 
-    def down(self: state.State, incarnation: int, reason: str, now: float) -> None:
-        hello = self.peers.get(incarnation)
+    def down(self: state.State, incarnation: int, reason: str, *, lives: bool = False) -> None:
+        hello = self.members.peers.get(incarnation)
         if hello is not None and hello.role.value == "gateway":
-            del self.peers[incarnation]
+            del self.members.peers[incarnation]
         else:
-            original(self, incarnation, reason, now)
+            original(self, incarnation, reason, lives=lives)
 
-    m.setattr(members, "down", down)
+    m.setattr(processes, "on_down", down)
 
 
 @bug
@@ -288,7 +287,7 @@ def a_grant_is_settled_without_its_blocks(m: pytest.MonkeyPatch) -> None:
     original = billing.Billing._close
 
     def close(self: billing.Billing, bill: billing.Bill, now: float) -> Closed:  # type: ignore[name-defined]
-        bill.kv_blocks = 0
+        bill.grant.kv_blocks = 0
         return original(self, bill, now)
 
     m.setattr(billing.Billing, "_close", close)
@@ -297,7 +296,7 @@ def a_grant_is_settled_without_its_blocks(m: pytest.MonkeyPatch) -> None:
 @bug
 def an_expired_wait_for_a_resume_is_never_noticed(m: pytest.MonkeyPatch) -> None:
     """Requests whose gateway does not come back stay for ever."""
-    m.setattr(intake, "expire", lambda state, now: None)
+    m.setattr(requests, "expire", lambda state: None)
     m.setattr(core.Core, "next_deadline", lambda self: None)
 
 

@@ -23,15 +23,15 @@ def unsettled(cluster: FaultCluster) -> str:
     core = cluster.coordinator.core
     if core.cluster.requests:
         return f"requests {[(r.id, r.attempt, r.state.value) for r in core.cluster.requests.values()]}"
-    if core.billing.bills:
-        return f"open bills {list(core.billing.bills)}"
+    if core.accounts.billing.bills:
+        return f"open bills {list(core.accounts.billing.bills)}"
     missing = [worker.name for worker in cluster.workers if worker.incarnation not in core.cluster.workers]
     if missing:
         return f"not registered: {missing}"
     if core.cluster.draining:
         return f"drained still: {[worker.hello.name for worker in core.cluster.draining.values()]}"
-    if core.flipping:
-        return f"changing their roles still: {[flip.name for flip in core.flipping.values()]}"
+    if core.members.flipping:
+        return f"changing their roles still: {[flip.name for flip in core.members.flipping.values()]}"
     changed = [worker.name for worker in cluster.workers if worker.lineup.role is not role_of(worker.name)]
     if changed:
         return f"not in their own roles: {changed}"
@@ -87,7 +87,7 @@ def _check_quotas(cluster: FaultCluster, core: Core) -> None:
         for name in {organisation, row.opened.tenant} if user else {organisation}:
             charged[name] += row.charged_tokens
             again[name] += sum(row.before)
-    for name, account in core.billing.quotas.accounts.items():
+    for name, account in core.accounts.billing.quotas.accounts.items():
         if not account.idle:
             raise SimulationViolation("quotas", f"{name} holds something and nothing runs")
         # A coordinator that was started since then can only guess the earlier amount of a row that was opened again.

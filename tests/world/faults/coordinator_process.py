@@ -19,8 +19,8 @@ from coordinator.events import (
     Tick,
 )
 from coordinator.outbox import Outbox
-from coordinator.policy.trial import tenants_of
-from coordinator.recovery.stall_detector import StallDetector, StallGuard
+from coordinator.policy.versions import tenants_of
+from coordinator.recovery.stall_detector import StallDetector
 from proto.drain import Drained, Draining, DrainRequest, Flip, FlipRequest
 from proto.errors import Interrupt, RemoteProtocolError
 from proto.fields import HandOverMs
@@ -45,7 +45,6 @@ class CoordinatorProcess(SimulatedProcess):
         self.cluster = cluster
         self.core = Core(cluster.plan.limits)
         self.stall_detector = StallDetector(FailureDetector(HEARTBEAT_MS, 0.0).limit_s)
-        self._present = StallGuard(self.core, self.stall_detector)
         self.outbox = Outbox()
         self.links: dict[int, Link] = {}
         self.drained: set[int] = set()
@@ -73,7 +72,7 @@ class CoordinatorProcess(SimulatedProcess):
         self.post(Configured(tenants_of(versions), UNIX_S + self.world.now - self.now(), past, versions.in_force))
 
     def _look_for_stall(self) -> None:
-        if self.stall_detector.look(self.now()):
+        if self.stall_detector.was_away(self.now()):
             self.cluster.begins_anew(self)
         else:
             self.after(self.stall_detector.limit_s / 8, self._look_for_stall)
@@ -88,12 +87,15 @@ class CoordinatorProcess(SimulatedProcess):
         self._busy = True
         try:
             while self._pending:
-                for action in self._present.handle(self._pending.pop(0), self.now()):
+                for action in self._handle(self._pending.pop(0)):
                     self._perform(action)
                 self._check()
         finally:
             self._busy = False
-        self._alarm.set(self._present.next_deadline())
+        self._alarm.set(None if self.stall_detector.away_s else self.core.next_deadline())
+
+    def _handle(self, event: Event) -> list[Action]:
+        return [] if self.stall_detector.was_away(self.now()) else self.core.handle(event, self.now())
 
     def _check(self) -> None:
         self.events += 1
@@ -190,7 +192,7 @@ class CoordinatorProcess(SimulatedProcess):
                 self._heard_of_drain(send.incarnation, hand_over_ms)
             case Flip(_, hand_over_ms):
                 self._heard_of_drain(send.incarnation, hand_over_ms)
-            case Drained() if send.incarnation in self.core.flipping:
+            case Drained() if send.incarnation in self.core.members.flipping:
                 self.cluster.oracles.lets_flip(self.core, send.incarnation)
             case Prefill() | Reserve() if send.incarnation in self.drained:
                 name = self.links[send.incarnation].hello.name if send.incarnation in self.links else send.incarnation

@@ -278,11 +278,11 @@ class Oracles:
             return
         one = core.cluster.workers[incarnation].hello
         others = [w for w in core.cluster.workers.values() if w.hello.role is one.role and w.incarnation != incarnation]
-        if not core.flipping[incarnation].force and all(other.draining for other in others):
+        if not core.members.flipping[incarnation].force and all(other.draining for other in others):
             raise SimulationViolation("flipping", f"{one.name} leaves no {one.role} worker behind")
 
     def after_decision(self, core: Core) -> None:
-        for account in core.billing.quotas.accounts.values():
+        for account in core.accounts.billing.quotas.accounts.values():
             limits = account.limits
             if limits.concurrency is not None and account.concurrency > limits.concurrency and not _promised(core):
                 raise SimulationViolation(
@@ -295,7 +295,7 @@ class Oracles:
                     (p, d)
                     for p in pool.prefill.values()
                     for d in pool.decode.values()
-                    if not (p.draining or d.draining) and pool.may_pair(p, d, core.now)
+                    if not (p.draining or d.draining) and pool.may_pair(p, d, core.state.now)
                 ]
                 for waiting in core.cluster.requests.values():
                     fits = [p.could_ever_take(waiting.submit) and d.could_ever_take(waiting.submit) for p, d in pairs]
@@ -307,7 +307,8 @@ class Oracles:
 def _promised(core: Core) -> bool:
     """Whether some bill was opened without asking a limit, because an earlier coordinator had accepted the request."""
     return any(
-        bill.counters.attempt > 1 or bill.counters.adopted or not bill.rated for bill in core.billing.bills.values()
+        bill.counters.attempt > 1 or bill.counters.adopted or not bill.grant.rated
+        for bill in core.accounts.billing.bills.values()
     )
 
 

@@ -1,6 +1,6 @@
-"""The requests that waited longest, and the ids that begin with a prefix, from an event log. Pure.
-
-Both are observers of a `coordinator.event_log.replay.Replay`."""
+"""Explanations of a whole event log for `crossdock explain`: the requests that waited longest, changes of role and the
+autopilot's advice. Pure. The classes are observers of a `coordinator.event_log.replay.Replay`.
+"""
 
 from heapq import heappush, heappushpop
 
@@ -8,9 +8,11 @@ import msgspec
 
 from coordinator.core import Core
 from coordinator.event_log.reasons import by
-from coordinator.events import Action, Event, StateChanged
+from coordinator.events import Action, Event, Received, StateChanged
+from proto.status import AutopilotReport
 from scheduler.lifecycle import TERMINAL, RequestState
 from scheduler.request import Request
+from scheduler.workers.flip import RunningFlip
 
 
 class RequestsNamed:
@@ -100,3 +102,66 @@ class Longest:
             heappush(self._top, row)
         else:
             heappushpop(self._top, row)
+
+
+class RoleChange(msgspec.Struct, frozen=True, tag_field="what", tag="role_change"):
+    at_s: float
+    worker: str
+    before: str
+    role: str  # the new one
+    state: str  # `draining` or `registering` when it was ordered, `done` or `failed` when it ended
+    why: str  # the person who wanted it, or the reason
+    failure: str
+    took_ms: float  # milliseconds from the order to its registration in the new role
+
+
+class LoggedAdvice(msgspec.Struct, frozen=True, tag_field="what", tag="advice"):
+    """The autopilot wants another ratio than before."""
+
+    at_s: float
+    mode: str
+    present: str
+    wanted: str
+    reason: str
+
+
+class LoggedRatio:
+    """Follows the ratio of workers through an event log. `changes` returns the changes at each event."""
+
+    def __init__(self) -> None:
+        self._open: dict[RunningFlip, None] = {}  # changes of role that have not ended
+        self._wanted: dict[str, str] = {}
+
+    def changes(self, core: Core, event: Event, at_s: float) -> list[RoleChange | LoggedAdvice]:
+        found: list[RoleChange | LoggedAdvice] = []
+        running = dict.fromkeys(core.members.flipping.values())
+        found += [_role_change(flip, at_s) for flip in running if flip not in self._open]
+        found += [_role_change(flip, at_s) for flip in self._open if flip not in running]
+        self._open = running
+        message = event.message if isinstance(event, Received) else None
+        if isinstance(message, AutopilotReport):
+            said = message.status
+            if self._wanted.get(said.model, said.present) != said.wanted:
+                found.append(LoggedAdvice(at_s, said.mode, said.present, said.wanted, said.reason))
+            self._wanted[said.model] = said.wanted
+        return found
+
+
+def _role_change(flip: RunningFlip, at_s: float) -> RoleChange:
+    one = flip.status()
+    took_ms = one.drained_ms + one.commit_ms if one.commit_ms else 0.0
+    return RoleChange(at_s, one.worker, one.before, one.role, one.state, one.why, one.failure, took_ms)
+
+
+class RatioChanges:
+    """Collects all changes of an event log. An `Observer`."""
+
+    def __init__(self, started: float) -> None:
+        self._started, self._ratio = started, LoggedRatio()
+        self.entries: list[RoleChange | LoggedAdvice] = []
+
+    def before(self, core: Core, event: Event, now: float) -> None:
+        pass
+
+    def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
+        self.entries += self._ratio.changes(core, event, now - self._started)

@@ -1,0 +1,227 @@
+"""Tenants' accounts: their rights by the tenants file, the bills of their requests, and goodput. Pure."""
+
+from collections.abc import Container, Iterable
+from dataclasses import replace
+from math import ceil
+from typing import NamedTuple
+from zlib import crc32
+
+import msgspec
+
+from coordinator.accounting.billing import Billing
+from coordinator.accounting.quota import Ask, Denial
+from coordinator.accounting.usage import Opened, Past
+from coordinator.events import Configured, Limits
+from coordinator.policy.versions import PolicyInForce
+from proto.errors import Reject
+from proto.messages import Submit
+from runtime.tenancy.tenants import open_tenants
+from scheduler.cluster import Cluster
+from scheduler.fairness.fair_node import Path
+from scheduler.request import Request
+from scheduler.waiting.projection import JITTER
+from scheduler.workers.worker import Allocation, Worker
+
+RELOAD_S = 5.0
+"""Retry time for a tenant that only the gateway knows. The coordinator will have read the same file by then."""
+JITTERED_MAX_S = 60.0
+"""The jitter of a wait is at most a part of this, so that a client that waits for midnight does not lose minutes."""
+
+
+class GoodputCounts(msgspec.Struct, gc=False):
+    offered: int = 0
+    """Requests that came, except those that were refused for what they are or for their tenant's limits."""
+    finished: int = 0
+    kept: int = 0  # Finished within both targets. A class without targets keeps them always.
+    ttft_ms: float = 0.0  # sum of the times to first token of finished requests
+    tpot_ms: float = 0.0  # sum of their mean times per later token
+
+    def count(self, took: "Times", target: "Times") -> None:
+        self.finished += 1
+        self.kept += took.keep(target)
+        self.ttft_ms += took.ttft_ms
+        self.tpot_ms += took.tpot_ms
+
+
+class Times(NamedTuple):
+    """The times of one request, as this coordinator sees it; a target of 0 is none."""
+
+    ttft_ms: float
+    tpot_ms: float  # mean, from the first token to the end, interruptions included
+
+    def keep(self, target: "Times") -> bool:
+        return all(not limit or took <= limit for took, limit in zip(self, target, strict=True))
+
+
+class Goodput:
+    def __init__(self) -> None:
+        self.by_class: dict[str, GoodputCounts] = {}
+        self.policy = PolicyInForce()
+        self.by_arm: dict[str, GoodputCounts] = {"active": GoodputCounts()}
+        """Counts by arm of requests that came since the policy or its trial last changed."""
+        self._since = 0.0
+
+    def put_in_force(self, policy: PolicyInForce, now: float) -> None:
+        if policy != self.policy:
+            self.policy, self._since = policy, now
+            arms = ("active", "baseline", "candidate") if policy.trial else ("active",)
+            self.by_arm = {arm: GoodputCounts() for arm in arms}
+
+    def offered(self, path: tuple[str, str, str]) -> None:
+        self._of_class(path[0]).offered += 1
+        self.by_arm[self.policy.arm(path[1])].offered += 1
+
+    def finished(self, path: tuple[str, str, str], took: Times, target: Times, arrived: float) -> None:
+        self._of_class(path[0]).count(took, target)
+        if arrived >= self._since:
+            self.by_arm[self.policy.arm(path[1])].count(took, target)
+
+    def forget_others(self, priority_classes: Container[str]) -> None:
+        """Drop the counts of classes that a new tenants file lacks."""
+        self.by_class = {name: counts for name, counts in self.by_class.items() if name in priority_classes}
+
+    def _of_class(self, priority_class: str) -> GoodputCounts:
+        return self.by_class.get(priority_class) or self.by_class.setdefault(priority_class, GoodputCounts())
+
+
+class Refusal(NamedTuple):
+    """Why a request is not let in."""
+
+    reason: Reject
+    why: str
+    retry_after_s: float | None = None  # 0: never; None: as long as what waits before it takes
+
+
+class Accounts:
+    def __init__(self, limits: Limits, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.limits = limits
+        self.classes_lowest_first = _lowest_first(limits)
+        self.billing = Billing(open_tenants(), limits.remembered_s, limits.remembered_max)
+        self.goodput = Goodput()
+        self.leaving: dict[str, None] = {}
+        """Tenants that are no longer in the tenants file, until they hold nothing any more."""
+
+    def configure(self, event: Configured, now: float) -> None:
+        """Put a tenants file in force. Live requests stay in the priority class they came in, even if the file no longer has
+        it. Such a class has no floor, or all floors might leave nothing to share."""
+        tenants, cluster = event.tenants, self._cluster
+        still = {request.path[0] for request in cluster.requests.values()}
+        kept = {
+            name: replace(priority_class, floor_share=0.0)
+            for name, priority_class in self.limits.priority_classes.items()
+            if name in still
+        }
+        self.limits = cluster.limits = replace(
+            self.limits, priority_classes=kept | dict(tenants.priority_classes), weights=tenants.weights()
+        )
+        self.classes_lowest_first = _lowest_first(self.limits)
+        self.goodput.forget_others(self.limits.priority_classes)
+        self.goodput.put_in_force(event.policy, now)
+        for model, queue in cluster.queues.items():
+            queue.replace_limits(self.limits)
+            cluster.pools[model].shares.reweigh(queue.fair.weights)
+        quotas = self.billing.quotas
+        known = dict.fromkeys([*quotas.accounts, *self.leaving])
+        self.billing.configure(tenants, event.utc_offset_s, event.past or Past(), now + self.limits.orphan_s_max, now)
+        known |= dict.fromkeys(quotas.accounts)
+        self.leaving = {tenant: None for tenant in known if tenants.policy(tenant) is None}
+        self.forget_idle(list(self.leaving), now)
+
+    def forget_idle(self, tenants: Iterable[str], now: float) -> None:
+        """Forget those of these tenants that are no longer in the file and have nothing left here."""
+        for tenant in tenants:
+            if tenant in self.leaving and self.billing.quotas.forget(tenant, now):
+                del self.leaving[tenant]
+                for queue in self._cluster.queues.values():
+                    queue.forget(tenant)
+
+    def path(self, submit: Submit) -> tuple[str, str, str]:
+        """Returns a request's path in the fair queue. Its priority class is the one that it asks for, or else its tenant's."""
+        organisation, _, user = submit.tenant.partition("/")
+        policy = self.billing.quotas.tenants.policy(submit.tenant)
+        for name in (submit.priority_class, policy.priority_class if policy is not None else ""):
+            if name in self.limits.priority_classes:
+                return name, organisation, user
+        return self.classes_lowest_first[0], organisation, user
+
+    def reserve(self, request: Request, now: float) -> Refusal | None:
+        """Open the request's bill, or say why not; then nothing is taken."""
+        submit, billing = request.submit, self.billing
+        policy = billing.quotas.tenants.policy(submit.tenant)
+        if submit.attempt > 1:
+            if policy is None:
+                self.leaving[submit.tenant] = None
+            bill = billing.adopt(request.id, submit.resumed_tokens)
+            if bill is None:
+                held = sum(key[0] == request.id for w in self._cluster.workers.values() for key in w.allocations)
+                bill = billing.open_promised(submit, self._ask(request), held, now)
+            request.times = bill.times
+            return None
+        if policy is None:
+            why = f"the coordinator does not know tenant {submit.tenant}"
+            return Refusal(Reject.UNKNOWN_TENANT, why, RELOAD_S)
+        if submit.priority_class and submit.priority_class not in policy.priority_classes:
+            why = f"tenant {submit.tenant} may not use the priority class {submit.priority_class}"
+            return Refusal(Reject.PRIORITY_CLASS, why, 0.0)
+        queue = self._cluster.queues[submit.model]
+        opened = billing.open(
+            submit,
+            self._ask(request),
+            now,
+            idle=not queue.fair.size,
+            usual_s=queue.projection.placed.mean_s,
+            fingerprint=request.fingerprint,
+        )
+        if isinstance(opened, Denial):
+            # A few seconds of jitter keep those who were told the same from coming back together.
+            part = crc32(submit.request_id.encode()) / (1 << 32)
+            wait_s = opened.retry_after_s + JITTER * min(opened.retry_after_s, JITTERED_MAX_S) * part
+            return Refusal(Reject.QUOTA, str(opened), min(wait_s, 86_400.0))
+        request.times, request.borrowed = opened.times, opened.grant.borrowed
+        return None
+
+    def ledger_row(self, request: Request) -> Opened:
+        bill, submit = self.billing.bills[request.id], request.submit
+        counters, names = bill.counters, (submit.tenant, submit.model, request.path[0])
+        return Opened(
+            request.id, bill.grant.day, *names, request.borrowed, bill.estimate, counters.again, counters.from_token
+        )
+
+    def emitted(
+        self, model: str, path: Path, request_id: str, resumed_tokens: int, tokens: int, *, first: bool = False
+    ) -> None:
+        """Count the `tokens` that an attempt emitted after `resumed_tokens`, and charge those that were not known before."""
+        new = self.billing.emitted(request_id, resumed_tokens, tokens, first=first)
+        if new and path:
+            self._cluster.queues[model].emitted(path, new)
+
+    def charge_room_for_large(self, worker: Worker, key: tuple[str, int], allocation: Allocation, now: float) -> None:
+        """Charge an attempt for which room had been kept: see `reserved_workers`."""
+        kept = self._cluster.pools[worker.hello.model].room_for_large
+        if not worker.is_decode or key not in kept.charges:
+            return
+        due, bill, prices = kept.charge_due(key, now), self.billing.bills.get(key[0]), self.limits.prices
+        if bill is not None:
+            paid = prices.prompt_token * bill.counters.prompt_tokens + prices.output(bill.counters.output_tokens)
+            self._cluster.queues[worker.hello.model].charge(allocation.path, due - paid)
+
+    def count_finished(self, request: Request, output_tokens: int, now: float) -> None:
+        """Count a finished request in goodput. `output_tokens`: over all choices."""
+        if request.counted:
+            first = request.first_token_at or now
+            later = max(-(-output_tokens // request.submit.choices) - 1, 1)
+            took = Times(1000 * (first - request.arrived), 1000 * (now - first) / later)
+            self.goodput.finished(request.path, took, Times(request.ttft_ms, request.tpot_ms), request.arrived)
+
+    def _ask(self, request: Request) -> Ask:
+        submit = request.submit
+        output_tokens = ceil(self._cluster.queues[submit.model].output_estimate(request))
+        output_tokens_max = submit.choices * max(submit.sampling.max_tokens - submit.resumed_tokens, 1)
+        decode = next(iter(self._cluster.pools[submit.model].decode.values()), None)
+        kv_blocks = decode.whole_blocks(submit) if decode is not None else 0
+        return Ask(submit.prompt_tokens, output_tokens, kv_blocks, output_tokens_max, submit.choices)
+
+
+def _lowest_first(limits: Limits) -> list[str]:
+    return sorted(limits.priority_classes, key=lambda name: limits.priority_classes[name].weight)

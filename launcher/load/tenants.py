@@ -1,13 +1,9 @@
 """The senders: tenants with their keys and shares, priorities, and ratios of workers, parsed from what a user writes."""
 
 import re
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
-
-from runtime.settings.options import SettingsError
+from typing import Self
 
 TENANTS_MAX = 1000
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}(/[A-Za-z0-9_.-]{1,64})?")
@@ -94,40 +90,3 @@ def parse_abuser(text: str) -> LoadTenant:
     if len(parts) != 3:
         raise ValueError("must be NAME:KEY:FACTOR")
     return LoadTenant(_name(parts[0]), parts[1], share=0.0, abuse=_number(parts[2], "factor"))
-
-
-def parse_priorities(texts: Sequence[str]) -> dict[str, float]:
-    """`NAME:SHARE` each. Raises `ValueError`."""
-    found: dict[str, float] = {}
-    for text in texts:
-        name, _, share = text.partition(":")
-        if not name or name in found:
-            raise ValueError("must be NAME:SHARE, each name once")
-        found[name] = _number(share or "1", "share")
-    return found
-
-
-def read_mix(path: str) -> list[LoadTenant]:
-    """Raises `SettingsError`."""
-    try:
-        content = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise SettingsError(f"--tenants-mix: cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--tenants-mix: {path} is not TOML: {error}") from None
-    try:
-        return [_of_table(name, table) for name, table in content.items()]
-    except ValueError as error:
-        raise SettingsError(f"--tenants-mix: {path} {error}") from None
-
-
-def _of_table(name: str, table: Any) -> LoadTenant:
-    if not isinstance(table, dict):
-        raise ValueError(f"has {name!r} outside of a table [NAME]")
-    unknown = set(table) - {"key", "share", "weight", "priority", "abuse"}
-    if unknown:
-        raise ValueError(f"has an unknown key {min(unknown)!r} in [{name}]")
-    abuse = _number(str(table["abuse"]), f"abuse of [{name}]") if "abuse" in table else 0.0
-    share = 0.0 if abuse else _number(str(table.get("share", 1)), f"share of [{name}]")
-    weight = _number(str(table.get("weight", 1)), f"weight of [{name}]")
-    return LoadTenant(_name(name), str(table.get("key", "")), share, weight, str(table.get("priority", "")), abuse)

@@ -13,6 +13,11 @@ TABLE: Final[Table] = {
         "benchmarks.settings:HarmlessSettings",
         "benchmarks.kv_interference:run",
     ),
+    "handover": Command(
+        "How much does moving a prompt's KV to decode delay its stream?",
+        "benchmarks.settings:HandoverSettings",
+        "benchmarks.handover:run",
+    ),
     "engine": Command(
         "How near does the engine come to what this machine allows?",
         "benchmarks.settings:EngineBenchSettings",
@@ -27,11 +32,6 @@ TABLE: Final[Table] = {
         "What a decision of the coordinator costs",
         "benchmarks.settings:CoordinatorBenchSettings",
         "benchmarks.coordinator:run",
-    ),
-    "handover": Command(
-        "How much does moving a prompt's KV to decode delay its stream?",
-        "benchmarks.settings:HandoverSettings",
-        "benchmarks.handover:run",
     ),
     "kv": Command(
         "How fast KV moves from one process to another", "benchmarks.settings:KvBenchSettings", "benchmarks.kv:run"

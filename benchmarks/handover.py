@@ -55,10 +55,7 @@ def run(settings: HandoverSettings) -> int:
 async def _run(settings: HandoverSettings, console: Console) -> int:
     keys = keys_for(settings, Role.OBSERVER)
     model = resolve.ready(settings.model, "", console)
-    serve = ServeSettings(
-        port=0, device=settings.device, threads=settings.threads, keys=settings.keys,
-        ready_timeout_s=settings.ready_timeout_s,
-    )  # fmt: skip
+    serve = ServeSettings(port=0, threads=settings.threads, keys=settings.keys)
     try:
         async with running(serve, model, console) as up:
             done = await _measure(up, model.model_id, settings, keys, console)

@@ -5,8 +5,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
-from launcher.load.settings import READY_TIMEOUT
-from runtime.settings.types import CommaList, Device, JsonOption, KeyOptions, Panels, split_commas
+from runtime.settings.types import CommaList, JsonOption, KeyOptions, Panels, split_commas
 
 Sizes = Annotated[list[int], NoDecode, BeforeValidator(split_commas)]
 
@@ -170,16 +169,14 @@ class HandoverSettings(KeyOptions, JsonOption):
     """
 
     panels: ClassVar[Panels] = {
-        "Server": "model device threads keys ready_timeout_s",
+        "Server": "model threads keys",
         "Load": "prompts prompt_words output_tokens seed",
         "Output": "as_json",
     }
     model: str = Field(
         "", description="Folder or ORG/NAME; empty: the embedded default.", json_schema_extra={"also_argument": "MODEL"}
     )
-    device: Device = Field("auto", description="Where to compute.")
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of each worker; 0: as the cores allow.")
-    ready_timeout_s: float = READY_TIMEOUT
     prompts: int = Field(10, ge=1, le=10_000, description="Prompts measured; one more comes first and is not counted.")
     prompt_words: int = Field(1400, ge=1, le=100_000, description="Words of each, about one token each.")
     output_tokens: int = Field(32, ge=4, le=100_000, description="Tokens of each answer.")

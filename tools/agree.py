@@ -91,7 +91,7 @@ async def timed_server() -> AsyncIterator[str]:
 
 async def ours(probed: Probed, plan: LoadPlan, prompts: Prompts, console: Console) -> Measured:
     async with new_session(silence_s=None) as session:
-        run = await load_run.drive(session, probed.target, plan.requests, prompts, 10_000, console)
+        run = await load_run.drive(session, probed.target, plan.requests, prompts, console)
     bad = [record for record in run.records if record.outcome != "ok"]
     if bad:
         raise SettingsError(f"{len(bad)} requests failed: {bad[0].outcome} {bad[0].detail}")
@@ -161,7 +161,9 @@ def _read_export(file: Path, plan: LoadPlan) -> Measured:
 
 async def _agree(settings: AgreeSettings, base_url: str, console: Console) -> int:
     async with new_session(silence_s=None) as session:
-        probed = await probe(session, base_url, settings.api_key, "", settings)
+        probed = await probe(
+            session, base_url, settings.api_key, "", chat=settings.endpoint == "chat", ignore_eos=settings.ignore_eos
+        )
     plan = load_plan.make_plan(settings, [LoadTenant("default", settings.api_key)], probed.target.context_tokens)
     rounds: list[dict[str, Measured]] = []
     for number in range(settings.rounds):

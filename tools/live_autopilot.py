@@ -97,7 +97,7 @@ class Bench:
         write_trace(trace, phases, self.arguments.seed)
         seconds = sum(one.seconds for one in phases)
         return LoadSettings(
-            trace=str(trace), duration_s=seconds, warmup_s=0.0, token_ids=True, timeout_s=300.0, ready_timeout_s=400.0,
+            trace=str(trace), duration_s=seconds, warmup_s=0.0,
             slo_ttft_ms=self.slo.ttft_ms, slo_tpot_ms=self.slo.tpot_ms,
         )  # fmt: skip
 
@@ -191,7 +191,7 @@ async def _compare(
 
 def calibrated(arguments: argparse.Namespace, model: str, profile: str) -> int:
     """Calibrates a profile of workers that have such shares of a core and share no cores. Returns the exit status."""
-    settings = CalibrateSettings(model=model, out=profile, rounds=2, ready_timeout_s=400.0)
+    settings = CalibrateSettings(model=model, out=profile, rounds=2)
     before = bench.running, calibrate.shared_cores  # type: ignore[attr-defined]
     bench.running, calibrate.shared_cores = core_shares.running_with(arguments.share), lambda device: (0, 0)  # type: ignore[attr-defined, assignment]
     try:

@@ -94,7 +94,7 @@ def _gateway() -> MetricsRegistry:
 def registries() -> dict[str, MetricsRegistry]:
     """Returns the metrics that each role exports, from processes that have done nothing."""
     found = {
-        "coordinator": CoordinatorMetrics(Core(), lambda: 0.0).registry,
+        "coordinator": CoordinatorMetrics(Core().state, lambda: 0.0).registry,
         "gateway": _gateway(),
         "prefill": PrefillMetrics(PromptTable(BlockAllocator(1), 1), [], {}, int).registry,
         "decode": DecodeMetrics(AttemptTable[None](BlockAllocator(1), 1, RunningBatch()), {}).registry,

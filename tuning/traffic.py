@@ -47,15 +47,6 @@ def has_sessions(sent: Sequence[Sent]) -> bool:
     return any(one.follows >= 0 for one in sent)
 
 
-def with_cancels(sent: Sequence[Sent], share: float, seed: int) -> list[Sent]:
-    """The clients of a share of the requests leave, each after a token drawn from all of its answer."""
-    leaves, where = np.random.default_rng([seed, 4]).random((2, len(sent)))
-    return [
-        one._replace(leaves_after=1 + int(place * one.output_tokens)) if draw < share else one
-        for one, draw, place in zip(sent, leaves.tolist(), where.tolist(), strict=True)
-    ]
-
-
 def fitted(sent: Sequence[Sent], context_tokens: int) -> tuple[list[Sent], int]:
     """Shortens requests that are longer than the model's context, as the load generator does; returns the requests and how
     many were shortened."""

@@ -9,7 +9,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import Progress
 
-from launcher.admin.status import ASK_MS, WHICH_COORDINATOR, NoAnswer, ask, converse, coordinator_of
+from launcher.admin.status import ASK_MS, NoAnswer, ObserverOptions, ask, converse, coordinator_of
 from proto.drain import DrainAnswer, DrainRequest
 from proto.errors import PeerRefused
 from proto.messages import Role
@@ -17,14 +17,12 @@ from proto.status import Process
 from runtime.link.keys import Keys, keys_for
 from runtime.process import clock
 from runtime.process.exits import HUNG_EXIT
-from runtime.settings.addresses import AddressOrEmpty
-from runtime.settings.types import KeyOptions
 
 _LOOK_EVERY_S = 0.25
 _TIMEOUT_S = 10.0  # added to the hand-over time, also for a coordinator that is started again
 
 
-class DrainSettings(KeyOptions):
+class DrainSettings(ObserverOptions):
     """Place nothing new on a worker. Its requests continue there for a while, then on other workers.
 
     Of a mixed worker NAME, both roles are drained, or, with NAME-prefill or NAME-decode, that one alone.
@@ -49,7 +47,6 @@ class DrainSettings(KeyOptions):
         description="Seconds that its requests have to end there, before they continue on other workers. With 0 they move at"
         " once, and each stream pauses.",
     )
-    coordinator: AddressOrEmpty = Field("", description=WHICH_COORDINATOR)
 
 
 def run(settings: DrainSettings) -> int:

@@ -2,23 +2,21 @@
 
 from pydantic import Field
 
-from runtime.settings.types import Options
+from runtime.settings.types import JsonOption
 
 _FILE = "Event log that a coordinator wrote with --event-log."
-_JSON = "Print JSON, for programs."
 
 
-class ReplaySettings(Options):
+class ReplaySettings(JsonOption):
     """Execute an event log again and check that this coordinator decides the same, action by action.
 
     Status 0: all the same. 1: it decides differently, or the event log is damaged.
     """
 
     file: str = Field(min_length=1, description=_FILE, json_schema_extra={"argument": "FILE"})
-    as_json: bool = Field(False, description=_JSON, json_schema_extra={"option": "--json"})
 
 
-class ExplainSettings(Options):
+class ExplainSettings(JsonOption):
     """Show why a request waited, and for which others; without REQUEST, list the requests that waited longest. With --flips,
     show which workers changed their role, what the autopilot advised, and why.
 
@@ -28,4 +26,3 @@ class ExplainSettings(Options):
     file: str = Field(min_length=1, description=_FILE, json_schema_extra={"argument": "FILE"})
     request: str = Field("", max_length=64, description="Id of a request.", json_schema_extra={"argument": "REQUEST"})
     flips: bool = Field(False, description="Without REQUEST: show changes of role and the autopilot's advice instead.")
-    as_json: bool = Field(False, description=_JSON, json_schema_extra={"option": "--json"})

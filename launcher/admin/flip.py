@@ -10,22 +10,20 @@ from pydantic import Field
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
-from launcher.admin.status import ASK_MS, WHICH_COORDINATOR, NoAnswer, ask, converse, coordinator_of
+from launcher.admin.status import ASK_MS, NoAnswer, ObserverOptions, ask, converse, coordinator_of
 from proto.drain import FlipAnswer, FlipRequest
 from proto.errors import PeerRefused
 from proto.messages import Role
 from proto.status import FlipStatus, StatusReport, WorkerStatus
 from runtime.link.keys import Keys, keys_for
 from runtime.process import clock
-from runtime.settings.addresses import AddressOrEmpty
-from runtime.settings.types import KeyOptions
 
 _LOOK_EVERY_S = 0.1
 _FIRST_STEP_S = 2.0  # to wait for it: on an idle cluster none comes
 _COMMIT_S = 30.0  # beyond the hand-over, before worker and coordinator give a change up
 
 
-class FlipSettings(KeyOptions):
+class FlipSettings(ObserverOptions):
     """Change a worker's role while the cluster serves: prefill, decode, or mixed, which is both.
 
     The process stays, with its weights and the prompts it has cached. Nothing new is placed on it, what runs there continues
@@ -56,7 +54,6 @@ class FlipSettings(KeyOptions):
     force: bool = Field(
         False, description="Do it even if no other worker has its present role. New requests are then refused."
     )
-    coordinator: AddressOrEmpty = Field("", description=WHICH_COORDINATOR)
 
 
 def run(settings: FlipSettings) -> int:

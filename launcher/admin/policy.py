@@ -14,14 +14,12 @@ from rich.markup import escape
 from rich.progress import track
 
 from launcher import tables
-from launcher.admin.status import WHICH_COORDINATOR, converse, coordinator_of
+from launcher.admin.status import ObserverOptions, converse, coordinator_of
 from proto.errors import PeerRefused
 from proto.messages import Role
 from proto.policy import ArmStatus, PolicyAction, PolicyAnswer, PolicyRequest
 from runtime.link.keys import keys_for
-from runtime.settings.addresses import AddressOrEmpty
 from runtime.settings.options import SettingsError
-from runtime.settings.types import KeyOptions
 from runtime.tenancy.file import read_tables
 from runtime.tenancy.tenants import TenantsError, without_secrets
 
@@ -31,11 +29,7 @@ _ASK_MS: Final = 10_000
 _ABSENT: Final = "(not given)"
 
 
-class PolicyOptions(KeyOptions):
-    coordinator: AddressOrEmpty = Field("", description=WHICH_COORDINATOR)
-
-
-class ListSettings(PolicyOptions):
+class ListSettings(ObserverOptions):
     """Show the versions of the scheduling policy.
 
     A version is a tenants file without keys and cache_group, with the scheduling options of the coordinator. Each accepted
@@ -43,10 +37,10 @@ class ListSettings(PolicyOptions):
     """
 
 
-class DiffSettings(PolicyOptions):
+class DiffSettings(ObserverOptions):
     """Show what a tenants file would change in the policy in force.
 
-    Between two versions with a number instead of a FILE, and --to.
+    With a number instead of a FILE: what that version would change.
     """
 
     first: str = Field(
@@ -56,7 +50,7 @@ class DiffSettings(PolicyOptions):
     )
 
 
-class TrySettings(PolicyOptions):
+class TrySettings(ObserverOptions):
     """Run some organisations under another tenants file.
 
     Their weights, limits and classes are taken from FILE; all others keep the policy in force. All users of an organisation
@@ -72,7 +66,7 @@ class TrySettings(PolicyOptions):
     end: bool = Field(False, description="End the trial; all organisations run under the policy in force.")
 
 
-class PromoteSettings(PolicyOptions):
+class PromoteSettings(ObserverOptions):
     """Put what is on trial, or a tenants file, in force for everyone.
 
     The coordinator keeps it through restarts, until its own tenants file changes. Gateways read API keys from their tenants
@@ -84,7 +78,7 @@ class PromoteSettings(PolicyOptions):
     )
 
 
-class RollbackSettings(PolicyOptions):
+class RollbackSettings(ObserverOptions):
     """Put an earlier version in force again, and end any trial."""
 
     number: int = Field(
@@ -92,7 +86,7 @@ class RollbackSettings(PolicyOptions):
     )
 
 
-class PolicyCompareSettings(PolicyOptions):
+class PolicyCompareSettings(ObserverOptions):
     """Compare the requests that run under the policy on trial with all others.
 
     Both run at the same time, on the same workers. Counted is what comes from now on. Goodput is the share of all
@@ -225,12 +219,12 @@ def _read(file: str) -> dict[str, Any]:
     return without_secrets(tables)
 
 
-def _content(settings: PolicyOptions, number: int) -> dict[str, Any]:
+def _content(settings: ObserverOptions, number: int) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.json.decode(_ask(settings, PolicyRequest(PolicyAction.LIST, number)).content)
     return found
 
 
-def _do(settings: PolicyOptions, request: PolicyRequest) -> int:
+def _do(settings: ObserverOptions, request: PolicyRequest) -> int:
     answer = _ask(settings, request)
     listed(answer).show(tables.console())
     if not answer.durable:
@@ -238,7 +232,7 @@ def _do(settings: PolicyOptions, request: PolicyRequest) -> int:
     return 0
 
 
-def _ask(settings: PolicyOptions, request: PolicyRequest) -> PolicyAnswer:
+def _ask(settings: ObserverOptions, request: PolicyRequest) -> PolicyAnswer:
     """Raises `NoAnswer`, `SeveralClusters`, `PeerRefused` or `ConfigError`."""
     keys = keys_for(settings, Role.OBSERVER)
     with coordinator_of(settings.coordinator) as coordinator:

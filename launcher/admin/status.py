@@ -28,26 +28,30 @@ from runtime.link.server import LinkSettings, Peer
 from runtime.process import clock
 from runtime.settings.addresses import AddressOrEmpty
 from runtime.settings.roles import CoordinatorSettings
-from runtime.settings.types import KeyOptions
+from runtime.settings.types import JsonOption, KeyOptions
 
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 DEFAULT_COORDINATOR: str = CoordinatorSettings.model_fields["bind"].default
-WHICH_COORDINATOR = (
-    "Address of the coordinator; empty: the cluster running on this machine, or else the coordinator at"
-    f" {DEFAULT_COORDINATOR}."
-)
 ASK_MS = 3_000  # to wait for an answer
 FLIPS_SHOWN = 4
 STALE_MS = 60_000.0
 M = TypeVar("M", bound=Message)
 
 
-class StatusSettings(KeyOptions):
+class ObserverOptions(KeyOptions):
+    """The options of commands that ask a coordinator."""
+
+    coordinator: AddressOrEmpty = Field(
+        "",
+        description="Address of the coordinator; empty: the cluster running on this machine, or else the coordinator at"
+        f" {DEFAULT_COORDINATOR}.",
+    )
+
+
+class StatusSettings(ObserverOptions, JsonOption):
     """Show workers, queues and running requests of a cluster: of the one that `crossdock serve` runs on this machine, or of
     any other by its coordinator."""
 
-    coordinator: AddressOrEmpty = Field("", description=WHICH_COORDINATOR)
-    as_json: bool = Field(False, description="Print JSON, for programs.", json_schema_extra={"option": "--json"})
     wide: bool = Field(False, description="Show every column.")
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from launcher import tables
 from launcher.local import registry
 from proto.errors import CrossdockError
-from runtime.settings.types import Options
+from runtime.settings.types import JsonOption
 
 _BUSY_TIMEOUT_S = 5.0
 _QUERY = """
@@ -54,7 +54,7 @@ def _check_day(value: str) -> str:
 Day = Annotated[str, AfterValidator(_check_day)]
 
 
-class UsageSettings(Options):
+class UsageSettings(JsonOption):
     """Show what tenants used, by day (UTC), from the ledger that a coordinator writes with --usage-db.
 
     Open requests are charged at their estimate until they end. Times are means over ended requests, in milliseconds.
@@ -63,7 +63,6 @@ class UsageSettings(Options):
     db: str = Field("", description="The ledger; empty: where crossdock serve --tenants writes.")
     since: Day = Field("", description="This day and all after it, as 2026-11-21; empty: all days.")
     tenant: str = Field("", description="One tenant, or an organisation with its users.")
-    as_json: bool = Field(False, description="Print JSON, for programs.", json_schema_extra={"option": "--json"})
 
 
 def read(settings: UsageSettings) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from launcher.load.plan import PlannedRequest, tenants_of
 from launcher.load.probe import Probed, probe
 from launcher.load.records import INTERRUPTED, OK, RequestRecord
 from launcher.load.show import number
-from launcher.load.tenants import LoadTenant
+from launcher.load.tenants import LoadTenant, Ratio
 from launcher.load.traces import read_sessions
 from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve
@@ -59,7 +59,7 @@ def run(settings: AgentsSettings) -> int:
 def sessions_of(settings: AgentsSettings) -> list[LoadSession]:
     """Raises `SettingsError`."""
     if settings.trace:
-        return read_sessions(settings.trace, settings.scale_tokens, settings.think_scale)
+        return read_sessions(settings.trace, settings.scale_tokens)
     lengths = (settings.system_tokens, settings.new_tokens, settings.output_tokens)
     return synthetic(settings.sessions, settings.turns, *lengths, settings.think_s)
 
@@ -69,11 +69,13 @@ async def _run(settings: AgentsSettings, sessions: Sequence[LoadSession], consol
     async with contextlib.AsyncExitStack() as stack:
         if settings.start:
             model = resolve.ready(settings.model, "", console)
-            site = await stack.enter_async_context(started(settings, settings.ratio, tenants, model, console))
+            site = await stack.enter_async_context(
+                started(settings, Ratio.parse(settings.start), tenants, model, console)
+            )
         else:
             site = named(settings, tenants)
         async with new_session(silence_s=None) as http:
-            probed = await probe(http, site.base_url, site.key, settings.model_id, settings)
+            probed = await probe(http, site.base_url, site.key, "" if settings.start else settings.model, chat=True)
             played = await play(http, probed, site, sessions, settings, console)
     if not played.all:
         raise BenchFailed("nothing was measured: no turn was sent")

@@ -21,6 +21,8 @@ from launcher.load.settings import CompareSettings
 from launcher.load.show import number
 
 SHOWN: Final = ("mean", "p50", "p90", "p95", "p99")
+SEED: Final = 0
+RESAMPLES: Final = 1000
 _SAMPLES_MAX: Final = 20_000_000  # sorted for one figure, over all draws; long runs get fewer draws
 
 
@@ -28,7 +30,7 @@ def run(settings: CompareSettings) -> int:
     first, second = records.read(settings.first), records.read(settings.second)
     console = reports.console_for(settings)
     differs = differences(first.settings, second.settings)
-    rows = compared(first, second, settings.seed, settings.resamples)
+    rows = compared(first, second, SEED, RESAMPLES)
     show(differs, rows, console)
     if settings.as_json:
         sys.stdout.write(json.dumps({"settings": differs, "figures": rows}, indent=1) + "\n")

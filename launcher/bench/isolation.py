@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from launcher import reports, tables
+from launcher.bench.serve import READY_TIMEOUT_S
 from launcher.bench.settings import IsolationSettings
 from launcher.http.client import new_session
 from launcher.http.streams import (
@@ -32,12 +33,15 @@ from launcher.http.streams import (
 from launcher.local.lifetime import running, until_interrupted
 from launcher.models import resolve
 from runtime.process import clock
-from runtime.settings.options import SettingsError
 from runtime.settings.serve import ServeSettings
 
 PREFILL_ALONE_PROMPTS = 5
 LONG_PROMPT_TOKENS = 2  # of answer: decode computes the second one, so the KV really moves
 BATCHES = (1, 8, 16)
+STREAM_TOKENS = 384  # of each steady stream, after which it starts again
+WARMUP_S = 3.0
+PROMPT_WORDS = (1000, 1500)  # of the shortest and the longest long prompt, about one token each
+PROMPTS_AT_ONCE = 1
 FIRST_TOKENS_TIMEOUT_S = 120.0
 
 
@@ -51,8 +55,6 @@ class Window:
 
 
 def run(settings: IsolationSettings) -> int:
-    if settings.prompt_words_max < settings.prompt_words_min:
-        raise SettingsError(f"--prompt-words-max: {settings.prompt_words_max} is under --prompt-words-min")
     console = reports.console_for(settings)
     return uvloop.run(until_interrupted(_run(settings, console), console))
 
@@ -79,10 +81,7 @@ async def _server(settings: IsolationSettings, console: Console) -> AsyncIterato
             yield client
         return
     model = resolve.ready(settings.model, "", console)
-    serve = ServeSettings(
-        port=0, prefill=settings.prefill, decode=settings.decode, device=settings.device, threads=settings.threads,
-        ready_timeout_s=settings.ready_timeout_s,
-    )  # fmt: skip
+    serve = ServeSettings(port=0, prefill=settings.prefill, decode=settings.decode, ready_timeout_s=READY_TIMEOUT_S)
     async with running(serve, model, console) as up:
         if up.cluster.plan.control:
             # The client must not take time from the streams it measures.
@@ -102,20 +101,19 @@ async def _measure(
 ) -> dict[str, Any]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     result: dict[str, Any] = {"model": model}
-    source = random.Random(settings.seed)
+    source = random.Random(0)
     with Progress(*columns, console=console) as progress:
         await stream_completion(client, model, "Once upon a time", 8)
-        if settings.throughput:
-            result["prefill"] = await _prefill_alone(client, model, settings, source, progress)
-            result["throughput"] = {}
-            for count in BATCHES:
-                steady = SteadyStreams(client, model, count, settings.stream_tokens)
-                try:
-                    what = f"{count} stream{'s' if count > 1 else ''}"
-                    window = await _watch(steady, settings.warmup_s, settings.seconds / 2, what, progress)
-                finally:
-                    await steady.close()
-                result["throughput"][str(count)] = window.tokens_per_s
+        result["prefill"] = await _prefill_alone(client, model, source, progress)
+        result["throughput"] = {}
+        for count in BATCHES:
+            steady = SteadyStreams(client, model, count, STREAM_TOKENS)
+            try:
+                what = f"{count} stream{'s' if count > 1 else ''}"
+                window = await _watch(steady, WARMUP_S, settings.seconds / 2, what, progress)
+            finally:
+                await steady.close()
+            result["throughput"][str(count)] = window.tokens_per_s
         result |= await _isolation(client, model, settings, source, progress)
     return result
 
@@ -123,14 +121,14 @@ async def _measure(
 async def _isolation(
     client: aiohttp.ClientSession, model: str, settings: IsolationSettings, source: random.Random, progress: Progress
 ) -> dict[str, Any]:
-    steady = SteadyStreams(client, model, settings.streams, settings.stream_tokens)
-    arriving = LongPrompts(client, model, settings, source)
+    steady = SteadyStreams(client, model, settings.streams, STREAM_TOKENS)
+    arriving = LongPrompts(client, model, source)
     try:
         what = f"{settings.streams} streams alone"
-        alone = await _watch(steady, settings.warmup_s, settings.seconds, what, progress)
+        alone = await _watch(steady, WARMUP_S, settings.seconds, what, progress)
         arriving.start()
         what = f"{settings.streams} streams and long prompts"
-        loaded = await _watch(steady, settings.warmup_s, settings.seconds, what, progress)
+        loaded = await _watch(steady, WARMUP_S, settings.seconds, what, progress)
         arriving.check()
     finally:
         await arriving.close()
@@ -166,30 +164,28 @@ async def _watch(steady: SteadyStreams, warmup_s: float, seconds: float, what: s
 
 
 async def _prefill_alone(
-    client: aiohttp.ClientSession, model: str, settings: IsolationSettings, source: random.Random, progress: Progress
+    client: aiohttp.ClientSession, model: str, source: random.Random, progress: Progress
 ) -> dict[str, float]:
     """Long prompts one after the other on an idle server."""
     done: list[ClientStream] = []
     for _ in progress.track(range(PREFILL_ALONE_PROMPTS), description="long prompts alone"):
-        prompt = long_prompt(source, settings.prompt_words_min, settings.prompt_words_max)
+        prompt = long_prompt(source, *PROMPT_WORDS)
         done.append(await stream_completion(client, model, prompt, 1))
     seconds = sum(stream.ttft_s for stream in done)
     return {"tokens_per_s": sum(stream.prompt_tokens for stream in done) / seconds, "ttft_s": seconds / len(done)}
 
 
 class LongPrompts:
-    """Sends long prompts back to back, `prompts_at_once` at a time; each follows the answer to the one before it."""
+    """Sends long prompts back to back, `PROMPTS_AT_ONCE` at a time; each follows the answer to the one before it."""
 
-    def __init__(
-        self, client: aiohttp.ClientSession, model: str, settings: IsolationSettings, source: random.Random
-    ) -> None:
+    def __init__(self, client: aiohttp.ClientSession, model: str, source: random.Random) -> None:
         self.finished: list[ClientStream] = []
-        self._client, self._model, self._settings, self._source = client, model, settings, source
+        self._client, self._model, self._source = client, model, source
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._run()) for _ in range(self._settings.prompts_at_once)]
+        self._tasks = [loop.create_task(self._run()) for _ in range(PROMPTS_AT_ONCE)]
 
     def check(self) -> None:
         """Raises the error of a prompt that failed: figures without the load would look too good."""
@@ -204,7 +200,7 @@ class LongPrompts:
 
     async def _run(self) -> None:
         while True:
-            prompt = long_prompt(self._source, self._settings.prompt_words_min, self._settings.prompt_words_max)
+            prompt = long_prompt(self._source, *PROMPT_WORDS)
             self.finished.append(await stream_completion(self._client, self._model, prompt, LONG_PROMPT_TOKENS))
 
 

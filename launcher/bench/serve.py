@@ -36,6 +36,7 @@ from runtime.process.version import version_of
 from runtime.settings.options import SettingsError
 from runtime.settings.serve import ServeSettings
 
+READY_TIMEOUT_S = 600.0
 _PRIORITY_CLASSES = '["interactive", "standard", "batch"]'
 
 
@@ -59,11 +60,11 @@ async def _run(settings: ServeBenchSettings, tenants: Sequence[LoadTenant], cons
     async with contextlib.AsyncExitStack() as stack:
         if settings.start:
             model = resolve.ready(settings.model, "", console)
-            ratio = settings.ratio
+            ratio = Ratio.parse(settings.start)
             site = await stack.enter_async_context(started(settings, ratio, tenants, model, console))
         else:
             site = named(settings, tenants)
-        result = await measure(settings, site, settings.model_id, console)
+        result = await measure(settings, site, "" if settings.start else settings.model, console)
     show.show(result.figures, console)
     if settings.as_json:
         sys.stdout.write(records.encoded(result))
@@ -82,7 +83,7 @@ def named(settings: ServerSettings, tenants: Sequence[LoadTenant]) -> BenchSite:
         base_url = found[0].base_url
     if not base_url.startswith(("http://", "https://")):
         raise SettingsError(f"--url: {base_url} does not begin with http:// or https://")
-    return BenchSite(base_url, keyed[0].key, keyed, settings.event_log)
+    return BenchSite(base_url, keyed[0].key, keyed)
 
 
 def _key(tenant: LoadTenant, default: str) -> str:
@@ -108,7 +109,7 @@ async def started(
             "decode": ratio.decode,
             "mixed": ratio.mixed,
             "device": settings.device,
-            "ready_timeout_s": settings.ready_timeout_s,
+            "ready_timeout_s": READY_TIMEOUT_S,
             "event_log": str(event_log),
         }
         keyed = tuple(tenants)
@@ -143,11 +144,13 @@ def _tenants_toml(tenants: Sequence[LoadTenant]) -> str:
 async def measure(settings: LoadSettings, site: BenchSite, model_id: str, console: Console) -> RunFile:
     """Plays the load once. Raises `BenchFailed` where nothing can be measured; after Ctrl-C it returns what was measured."""
     async with new_session(silence_s=None) as session:
-        probed = await probe(session, site.base_url, site.key, model_id, settings)
+        probed = await probe(
+            session, site.base_url, site.key, model_id, chat=settings.endpoint == "chat", ignore_eos=settings.ignore_eos
+        )
         plan = make_plan(settings, site.tenants, probed.target.context_tokens)
         prompts = probed.prompts(settings, plan)
         _announce(probed, plan, console)
-        done = await drive(session, probed.target, plan.requests, prompts, settings.in_flight_max, console)
+        done = await drive(session, probed.target, plan.requests, prompts, console)
     if site.event_log:
         note = queue_times.add_waits(Path(site.event_log), done.records)
         if note:

@@ -1,12 +1,12 @@
 """Options of `crossdock bench`."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
 
-from launcher.load.settings import READY_TIMEOUT, ServerSettings
-from runtime.settings.types import Device, JsonOption, Panels, split_commas
+from launcher.load.settings import ServerSettings
+from runtime.settings.types import JsonOption, Panels, split_commas
 
 Sizes = Annotated[list[int], NoDecode, BeforeValidator(split_commas)]
 
@@ -20,10 +20,10 @@ class AgentsSettings(ServerSettings):
     """
 
     panels: ClassVar[Panels] = {
-        "Server": "url start api_key model_id model prefill decode mixed device ready_timeout_s event_log",
-        "Sessions": "sessions turns system_tokens new_tokens output_tokens think_s seed timeout_s",
-        "Trace": "trace scale_tokens think_scale",
-        "Requests": "endpoint ignore_eos token_ids",
+        "Server": "url start api_key model device",
+        "Sessions": "sessions turns system_tokens new_tokens output_tokens think_s seed",
+        "Trace": "trace scale_tokens",
+        "Requests": "ignore_eos token_ids",
         "Tenants": "tenant",
         "What counts as good": "slo_ttft_ms slo_tpot_ms slo_itl_ms",
         "Output": "as_json",
@@ -44,8 +44,6 @@ class AgentsSettings(ServerSettings):
         " lines of AIPerf or Mooncake with session_id, input_length, output_length and delay. In place of --turns and lengths.",
     )
     scale_tokens: float = Field(1.0, gt=0.0, le=1e3, description="Factor on all lengths of the trace.")
-    think_scale: float = Field(1.0, ge=0.0, le=1e3, description="Factor on all think times of the trace.")
-    endpoint: Literal["chat"] = Field("chat", description="Sessions are chats.")
 
 
 class IsolationSettings(JsonOption):
@@ -56,9 +54,9 @@ class IsolationSettings(JsonOption):
     """
 
     panels: ClassVar[Panels] = {
-        "Server": "url api_key model prefill decode device threads ready_timeout_s",
-        "Load": "streams stream_tokens prompt_words_min prompt_words_max prompts_at_once seed",
-        "Measurement": "seconds warmup_s throughput",
+        "Server": "url api_key model prefill decode",
+        "Load": "streams",
+        "Measurement": "seconds",
         "Output": "as_json",
     }
     url: str = Field("", description="Server that is up, like http://127.0.0.1:8000; empty: start a cluster.")
@@ -70,21 +68,5 @@ class IsolationSettings(JsonOption):
     )
     prefill: int = Field(1, ge=1, le=64, description="Prefill workers of the cluster started here.")
     decode: int = Field(1, ge=1, le=64, description="Decode workers of the cluster started here.")
-    device: Device = Field("auto", description="Where the cluster started here computes.")
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads of each of its workers; 0: as the cores allow.")
-    ready_timeout_s: float = READY_TIMEOUT
     streams: int = Field(4, ge=1, le=256, description="Steady streams.")
     seconds: float = Field(30.0, ge=1.0, le=3600.0, description="Seconds of each of the two measurements.")
-    warmup_s: float = Field(3.0, ge=0.0, le=600.0, description="Seconds before each, not counted.")
-    stream_tokens: int = Field(
-        384, ge=8, le=100_000, description="Tokens of each steady stream, after which it starts again."
-    )
-    prompt_words_min: int = Field(
-        1000, ge=1, le=100_000, description="Words of the shortest long prompt, about one token each."
-    )
-    prompt_words_max: int = Field(1500, ge=1, le=100_000, description="Words of the longest long prompt.")
-    prompts_at_once: int = Field(1, ge=1, le=64, description="Long prompts in the server at any time.")
-    throughput: bool = Field(
-        True, description="Also measure 1, 8 and 16 streams together, and prefill alone; takes about as long again."
-    )
-    seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the words of the prompts.")

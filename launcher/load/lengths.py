@@ -46,12 +46,17 @@ class Lengths:
         return max(1, min(TOKENS_MAX, round(float(source.lognormal(np.log(self.first), self.second)))))
 
 
+def arrival_kind(cv: float) -> str:
+    """Returns the process whose gaps have this coefficient of variation."""
+    return {0.0: "constant", 1.0: "poisson"}.get(cv, "gamma")
+
+
 def arrival_times(
     kind: str, rate: float, cv: float, duration_s: float, most: int, source: np.random.Generator
 ) -> list[float]:
     """Returns sorted times in seconds in [0, duration_s): a renewal process whose gaps have mean 1/rate and, for gamma, this
     coefficient of variation."""
-    shape = 1 / cv**2
+    shape = 1 / cv**2 if cv else 0.0
     times: list[float] = []
     at = 0.0
     while len(times) < most:

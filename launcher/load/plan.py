@@ -8,14 +8,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from launcher.load import traces
-from launcher.load.lengths import Lengths, arrival_times
+from launcher.load.lengths import Lengths, arrival_kind, arrival_times
 from launcher.load.settings import LoadSettings, TargetSettings
-from launcher.load.tenants import LoadTenant, parse_abuser, parse_priorities, parse_tenants
+from launcher.load.tenants import LoadTenant, parse_abuser, parse_tenants
 from launcher.load.traces import MOONCAKE_BLOCK_TOKENS, TraceRow
 from runtime.settings.options import SettingsError
 
 NEVER = -1
-_TIMES, _LENGTHS, _TENANTS, _PREFIXES, _CANCELS, _PRIORITY_CLASSES, _ABUSE = range(7)
+REQUESTS_MAX = 1_000_000
+PREFIXES = 4  # different ones
+CANCEL_WAIT_S = 2.0  # latest time after sending at which a client leaves
+_TIMES, _LENGTHS, _TENANTS, _PREFIXES, _CANCELS, _, _ABUSE = range(7)
 """Separate random streams, so that a change of one setting does not change what is drawn for the others."""
 
 
@@ -79,7 +82,7 @@ def make_plan(settings: LoadSettings, tenants: Sequence[LoadTenant], context_tok
         if tenant.abuse:
             pairs += [(row, tenant) for row in _abuse(settings, rows, tenant.abuse, source(_ABUSE + number))]
     pairs.sort(key=lambda pair: pair[0].at_s)
-    return _planned(settings, pairs[: settings.requests], context_tokens, source)
+    return _planned(settings, pairs[:REQUESTS_MAX], context_tokens, source)
 
 
 def _rows(settings: LoadSettings, times: np.random.Generator, lengths: np.random.Generator) -> list[TraceRow]:
@@ -92,10 +95,10 @@ def _rows(settings: LoadSettings, times: np.random.Generator, lengths: np.random
             scale_tokens=settings.scale_tokens,
             source=times,
         )
-        return rows[: settings.requests]
+        return rows[:REQUESTS_MAX]
     prompts, outputs = Lengths.parse(settings.prompt_tokens), Lengths.parse(settings.output_tokens)
     arrivals = arrival_times(
-        settings.arrivals, settings.rate, settings.cv, settings.duration_s, settings.requests, times
+        arrival_kind(settings.cv), settings.rate, settings.cv, settings.duration_s, REQUESTS_MAX, times
     )
     return [TraceRow(at_s, prompts.draw(lengths), outputs.draw(lengths)) for at_s in arrivals]
 
@@ -105,7 +108,7 @@ def _abuse(
 ) -> list[TraceRow]:
     """Draws Poisson arrivals at `factor` times the rate of `rows`, with lengths drawn from `rows`."""
     rate = factor * len(rows) / settings.duration_s
-    times = arrival_times("poisson", rate, 1.0, settings.duration_s, settings.requests, source)
+    times = arrival_times("poisson", rate, 1.0, settings.duration_s, REQUESTS_MAX, source)
     return [replace(rows[int(source.integers(len(rows)))], at_s=at_s, blocks=()) for at_s in times]
 
 
@@ -116,18 +119,11 @@ def _planned(
     source: Callable[[int], np.random.Generator],
 ) -> LoadPlan:
     prefixes, cancels = source(_PREFIXES), source(_CANCELS)
-    priority_classes = parse_priorities(settings.priority)
-    shares = np.array(list(priority_classes.values())) / sum(priority_classes.values()) if priority_classes else None
-    drawn = (
-        source(_PRIORITY_CLASSES).choice(list(priority_classes), size=len(pairs), p=shares).tolist()
-        if priority_classes
-        else []
-    )
     cut = 0
     planned = []
     for index, (row, tenant) in enumerate(pairs):
         prompt, output = row.prompt_tokens, max(1, row.output_tokens)
-        prefix = int(prefixes.integers(settings.prefixes)) if prefixes.random() < settings.prefix_share else NEVER
+        prefix = int(prefixes.integers(PREFIXES)) if prefixes.random() < settings.prefix_share else NEVER
         if prefix != NEVER:
             prompt = max(prompt, settings.prefix_tokens + 1)
         if context_tokens and prompt + output > context_tokens:
@@ -141,13 +137,13 @@ def _planned(
                 index=index,
                 due_s=row.at_s,
                 tenant=tenant,
-                priority=tenant.priority or (drawn[index] if drawn else ""),
+                priority=tenant.priority,
                 prompt_tokens=prompt,
                 output_tokens=output,
                 prefix=prefix,
                 blocks=row.blocks if prefix == NEVER else (),
                 cancel_tokens=1 + int(where * (output - 1)) if cancel and by_time < 0.5 else NEVER,
-                cancel_s=where * settings.cancel_wait_s if cancel and by_time >= 0.5 else NEVER,
+                cancel_s=where * CANCEL_WAIT_S if cancel and by_time >= 0.5 else NEVER,
                 counted=row.at_s >= settings.warmup_s,
             )
         )

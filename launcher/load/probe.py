@@ -12,9 +12,10 @@ from launcher.http.streams import WORDS, BenchFailed
 from launcher.load.client import LoadTarget
 from launcher.load.plan import LoadPlan
 from launcher.load.prompts import Prompts, words_with_a_tokenizer
-from launcher.load.settings import LoadSettings, TargetSettings
+from launcher.load.settings import LoadSettings
 
 ANSWER_BYTES_MAX = 8 << 20
+TIMEOUT_S = 300.0  # after which a request is given up
 PROBE_WORDS = 30  # few enough for small contexts, even with a token for each letter
 
 
@@ -38,7 +39,13 @@ class Probed:
 
 
 async def probe(
-    session: aiohttp.ClientSession, base_url: str, key: str, model_id: str, settings: TargetSettings
+    session: aiohttp.ClientSession,
+    base_url: str,
+    key: str,
+    model_id: str,
+    *,
+    chat: bool = False,
+    ignore_eos: bool = True,
 ) -> Probed:
     """Raises `BenchFailed` where the server cannot be measured."""
     base = base_url.rstrip("/").removesuffix("/v1")
@@ -47,16 +54,15 @@ async def probe(
     known = next((one for one in models if not model_id or one.get("id") == model_id), {})
     model = model_id or str(known.get("id", ""))
     if not model:
-        raise BenchFailed(f"GET {base}/v1/models: HTTP {status}, and no model; see --url, --api-key and --model-id")
+        raise BenchFailed(f"GET {base}/v1/models: HTTP {status}, and no model; see --url, --api-key and --model")
     context = known.get("max_model_len")
-    chat = settings.endpoint == "chat"
     target = LoadTarget(
         url=f"{base}/v1/{'chat/completions' if chat else 'completions'}",
         model=model,
         chat=chat,
-        ignore_eos=settings.ignore_eos,
-        token_ids=settings.token_ids,
-        timeout_s=settings.timeout_s,
+        ignore_eos=ignore_eos,
+        token_ids=True,
+        timeout_s=TIMEOUT_S,
         context_tokens=context if isinstance(context, int) and context > 0 else 0,
     )
     return await _learn(session, Probed(target, server=server), key)

@@ -16,6 +16,7 @@ from launcher.load.prompts import Prompts
 from launcher.load.records import INTERRUPTED, NOT_SENT, RequestRecord
 from runtime.process import clock
 
+IN_FLIGHT_MAX = 10_000  # requests at once; those beyond are not sent, and counted as errors
 SHOW_EVERY_S: Final = 0.5
 
 
@@ -34,7 +35,6 @@ async def drive(
     target: LoadTarget,
     requests: Sequence[PlannedRequest],
     prompts: Prompts,
-    in_flight_max: int,
     console: Console,
 ) -> LoadRun:
     """Sends all requests and waits until they end. If it is cancelled it still returns: requests in flight are cut off, and
@@ -54,7 +54,7 @@ async def drive(
         shown = loop.create_task(_show(run, progress, bar))
         origin = clock.now()
         try:
-            await _send_all(session, target, requests, prompts, in_flight_max, run, origin)
+            await _send_all(session, target, requests, prompts, run, origin)
             if run.tasks:
                 await asyncio.wait(run.tasks)
         except asyncio.CancelledError:
@@ -76,7 +76,6 @@ async def _send_all(
     target: LoadTarget,
     requests: Sequence[PlannedRequest],
     prompts: Prompts,
-    in_flight_max: int,
     run: LoadRun,
     origin: float,
 ) -> None:
@@ -95,7 +94,7 @@ async def _send_all(
             priority=planned.priority,
         )
         run.records.append(record)
-        if len(run.tasks) >= in_flight_max:
+        if len(run.tasks) >= IN_FLIGHT_MAX:
             record.outcome = NOT_SENT
             record.sent_s = record.ended_s = clock.now() - origin
             continue

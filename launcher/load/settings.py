@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from launcher.load.lengths import Lengths
-from launcher.load.tenants import Ratio, parse_priorities
+from launcher.load.tenants import Ratio
 from runtime.settings.types import SLO_TPOT_MS, SLO_TTFT_MS, CommaList, Device, JsonOption, Panels
 
 
@@ -15,19 +15,19 @@ def _check_lengths(value: str) -> str:
     return value
 
 
-def _check_priorities(value: list[str]) -> list[str]:
-    parse_priorities(value)
+def _check_ratio(value: str) -> str:
+    if value:
+        Ratio.parse(value)
     return value
 
 
 LengthText = Annotated[str, AfterValidator(_check_lengths)]
-PriorityList = Annotated[CommaList, AfterValidator(_check_priorities)]
+RatioText = Annotated[str, AfterValidator(_check_ratio)]
+CV_HELP = "Coefficient of variation of the gaps between arrivals: 0 all the same, 1 Poisson, more (gamma) in bursts."
 _LENGTHS_HELP = "like 128, uniform:64-512 or lognormal:MEDIAN,SIGMA"
 
 
-READY_TIMEOUT = Field(
-    180.0, gt=0.0, le=86_400.0, description="Seconds that a cluster started here may take to be ready."
-)
+START_HELP = "Start a cluster of so many prefill and decode workers, or mixed ones (M), for the run: 1P1D, 2M, 2P1D+1M."
 
 
 class TargetSettings(JsonOption):
@@ -43,15 +43,12 @@ class TargetSettings(JsonOption):
     slo_itl_ms: float = Field(
         0.0, ge=0.0, le=1e9, description="Limit for goodput: 99 of 100 gaps; 0: no limit on gaps."
     )
-    timeout_s: float = Field(300.0, gt=0.0, le=86_400.0, description="Seconds after which a request is given up.")
-    endpoint: Literal["completions", "chat"] = Field("completions", description="The API to use.")
-    ignore_eos: bool = Field(True, description="Ask for answers of exactly the planned length, where the server can.")
-    token_ids: bool = Field(
-        False, description="Ask for token ids with every chunk: exact counts where chunks carry several tokens."
+    model: str = Field(
+        "",
+        description="Model to ask for; empty: the first that the server names. For a cluster started here: folder or ORG/NAME;"
+        " empty: the embedded default.",
     )
-    model: str = Field("", description="Folder or ORG/NAME for a cluster started here; empty: the embedded default.")
     device: Device = Field("auto", description="Where a cluster started here computes.")
-    ready_timeout_s: float = READY_TIMEOUT
     seed: int = Field(0, ge=0, le=1 << 31, description="Seed of times, lengths, words, tenants and cancellations.")
 
 
@@ -59,23 +56,19 @@ class LoadSettings(TargetSettings):
     """The requests that are sent, and the limits of a good answer."""
 
     panels: ClassVar[Panels] = {
-        "Server": "url start api_key model_id model prefill decode mixed device",
-        "Arrivals": "rate arrivals cv duration_s requests warmup_s seed",
+        "Server": "url start api_key model device",
+        "Arrivals": "rate cv duration_s warmup_s seed",
         "Trace": "trace speed scale_tokens from_s",
-        "Requests": "prompt_tokens output_tokens prefix_share prefixes prefix_tokens",
-        "Tenants": "tenant abuser priority",
+        "Requests": "prompt_tokens output_tokens prefix_share prefix_tokens",
+        "Tenants": "tenant abuser",
         "What counts as good": "slo_ttft_ms slo_tpot_ms slo_itl_ms",
         "Output": "as_json",
-        "Expert options": "endpoint ignore_eos token_ids cancel_share cancel_wait_s in_flight_max timeout_s ready_timeout_s"
-        " tokenizer event_log",
+        "Expert options": "endpoint ignore_eos cancel_share tokenizer",
     }
+    endpoint: Literal["completions", "chat"] = Field("completions", description="The API to use.")
+    ignore_eos: bool = Field(True, description="Ask for answers of exactly the planned length, where the server can.")
     rate: float = Field(1.0, gt=0.0, le=1e6, description="Requests per second, on average. A trace has its own times.")
-    arrivals: Literal["poisson", "gamma", "constant"] = Field(
-        "poisson", description="Gaps between arrivals: exponential, gamma with --cv (bursts), or all the same."
-    )
-    cv: float = Field(
-        3.0, gt=0.0, le=100.0, description="Coefficient of variation of gamma gaps: 1 is Poisson, more is burstier."
-    )
+    cv: float = Field(1.0, ge=0.0, le=100.0, description=CV_HELP)
     trace: str = Field(
         "",
         description="File with arrivals and lengths: CSV with arrival_s,prompt_tokens,output_tokens, an Azure LLM inference"
@@ -94,14 +87,12 @@ class LoadSettings(TargetSettings):
         60.0, gt=0.0, le=86_400.0, description="Seconds in which requests arrive, warm-up included.",
         json_schema_extra={"option": "--duration"},
     )  # fmt: skip
-    requests: int = Field(100_000, ge=1, le=1_000_000, description="Most requests, abuser's included.")
     warmup_s: float = Field(
         5.0, ge=0.0, le=3600.0, description="Requests that arrive in these first seconds are not counted."
     )
     prompt_tokens: LengthText = Field("lognormal:128,0.6", description=f"Prompt lengths, {_LENGTHS_HELP}.")
     output_tokens: LengthText = Field("lognormal:48,0.6", description=f"Answer lengths, {_LENGTHS_HELP}.")
     prefix_share: float = Field(0.0, ge=0.0, le=1.0, description="Share of requests that begin with a common prefix.")
-    prefixes: int = Field(4, ge=1, le=100_000, description="Number of different common prefixes.")
     prefix_tokens: int = Field(
         64, ge=1, le=1_000_000, description="Length of each; prompts are at least one token longer."
     )
@@ -109,18 +100,10 @@ class LoadSettings(TargetSettings):
         "",
         description="NAME:KEY:FACTOR of one tenant more, that sends FACTOR times the whole load on top of it, at random times.",
     )
-    priority: PriorityList = Field(
-        default_factory=list,
-        description="NAME:SHARE, repeated: priorities drawn for requests of tenants without their own.",
-    )
     cancel_share: float = Field(
         0.0, ge=0.0, le=1.0, description="Share of requests whose client leaves: half of them after a random number of tokens,"
         " half at a random time.",
     )  # fmt: skip
-    cancel_wait_s: float = Field(2.0, gt=0.0, le=3600.0, description="Latest of these times, in seconds after sending.")
-    in_flight_max: int = Field(
-        2048, ge=1, le=60_000, description="Most requests at once; those beyond are not sent, and counted as errors."
-    )
     tokenizer: str = Field(
         "", description="tokenizer.json or its folder, for servers that take only text: prompts of a known length."
     )
@@ -136,26 +119,8 @@ class ServerSettings(TargetSettings):
     """A server that is up, or one that is started for the run."""
 
     url: str = Field("", description="Server, like http://127.0.0.1:8000; empty: the cluster running on this machine.")
-    start: bool = Field(False, description="Start a cluster for the time of the run.")
-    prefill: int = Field(1, ge=1, le=64, description="Prefill workers of a cluster started here.")
-    decode: int = Field(1, ge=1, le=64, description="Decode workers of a cluster started here.")
-    mixed: int = Field(
-        0, ge=0, le=64, description="Start so many workers that do both phases, and, unless they are given, no others."
-    )
+    start: RatioText = Field("", description=START_HELP)
     api_key: str = Field("", description="Key, where no tenants are given and the server wants one.")
-    model_id: str = Field("", description="Model to ask for; empty: the first that the server names.")
-    event_log: str = Field(
-        "",
-        description="Coordinator's event log of a server on this machine, to read queue waits from; a started one has its own.",
-    )
-
-    @property
-    def ratio(self) -> Ratio:
-        """The ratio of the cluster that is started."""
-        counts = {"prefill": self.prefill, "decode": self.decode}
-        if self.mixed:
-            counts = {role: count if role in self.model_fields_set else 0 for role, count in counts.items()}
-        return Ratio(**counts, mixed=self.mixed)
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
@@ -179,5 +144,3 @@ class CompareSettings(JsonOption):
         min_length=1, description="File from bench serve --json.", json_schema_extra={"argument": "A.json"}
     )
     second: str = Field(min_length=1, description="File of the other run.", json_schema_extra={"argument": "B.json"})
-    seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the bootstrap.")
-    resamples: int = Field(1000, ge=100, le=100_000, description="Draws of the bootstrap.")

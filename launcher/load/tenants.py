@@ -90,14 +90,3 @@ def parse_abuser(text: str) -> LoadTenant:
     if len(parts) != 3:
         raise ValueError("must be NAME:KEY:FACTOR")
     return LoadTenant(_name(parts[0]), parts[1], share=0.0, abuse=_number(parts[2], "factor"))
-
-
-def parse_priorities(texts: Sequence[str]) -> dict[str, float]:
-    """`NAME:SHARE` each. Raises `ValueError`."""
-    found: dict[str, float] = {}
-    for text in texts:
-        name, _, share = text.partition(":")
-        if not name or name in found:
-            raise ValueError("must be NAME:SHARE, each name once")
-        found[name] = _number(share or "1", "share")
-    return found

@@ -210,7 +210,7 @@ def has_sessions(path: str) -> bool:
     return '"session_id"' in line if file.suffix in (".jsonl", ".json") else SESSION_COLUMNS[0] in line.split(",")
 
 
-def read_sessions(path: str, scale_tokens: float, think_scale: float) -> list[LoadSession]:
+def read_sessions(path: str, scale_tokens: float, think_scale: float = 1.0) -> list[LoadSession]:
     """The sessions, in the order in which they begin in the file. Raises `SettingsError` naming file and line."""
     file, found, count = Path(path).expanduser(), dict[str, list[SessionTurn]](), 0
     try:

@@ -40,6 +40,8 @@ from tuning.profile import ControlCost, Profile, ProfileCapacity, encoded
 from tuning.simulator.cores import stretch
 
 STEP_TOKENS = 256  # of the shortest long prompts measured: a whole step of a CPU
+SEQUENCES_MAX = 16  # streams at once that decode is measured with
+CONTEXT_TOKENS_MAX = 1024  # of the longest prompt, or half of the model's context
 LOG_SETTLES_S = 0.5  # from the last request until its last events are in the event log
 _VERSIONS = ("crossdock", "torch", "transformers")
 
@@ -52,9 +54,7 @@ def run(settings: CalibrateSettings) -> int:
 
 async def _run(settings: CalibrateSettings, console: Console) -> int:
     model = resolve.ready(settings.model, "", console)
-    load = LoadSettings(
-        model=settings.model, device=settings.device, ready_timeout_s=settings.ready_timeout_s, token_ids=True
-    )
+    load = LoadSettings(model=settings.model, device=settings.device)
     samples, bar = Samples(), _Bar(console)
     with bar:
         for number in range(settings.rounds):
@@ -75,14 +75,13 @@ async def _round(
     """Measures one round with a cluster of its own, because restarted processes are not as fast as before."""
     tenant = LoadTenant("default")
     async with started(load, Ratio(1, 1), [tenant], model, console) as site, new_session(silence_s=None) as session:
-        probed = await probe(session, site.base_url, site.key, "", load)
-        longest = settings.context_tokens_max
+        probed = await probe(session, site.base_url, site.key, "")
+        longest = CONTEXT_TOKENS_MAX
         if probed.target.context_tokens:
             longest = min(longest, probed.target.context_tokens // 2)
-        sizes = STEP_TOKENS, longest, settings.sequences_max
+        sizes = STEP_TOKENS, longest, SEQUENCES_MAX
         bar.expect(sum(measure.requests_of(one, *sizes) for one in range(settings.rounds)))
-        seed = settings.seed + number
-        prompts = probed.prompts(load.model_copy(update={"seed": seed}), LoadPlan((), 1, 0))
+        prompts = probed.prompts(load.model_copy(update={"seed": number}), LoadPlan((), 1, 0))
         to = MeasuredSession(session, probed, prompts, site.tenants[0], bar.advance)
         cores = frozenset(os.sched_getaffinity(0))
         measured = await measure.measure(to, number, *sizes, lambda: shared_core_ms(cores))

@@ -20,11 +20,12 @@ from launcher.load.tenants import LoadTenant, Ratio
 from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve
 from launcher.tuning.settings import TrafficSettings, TuneCheckSettings, TuneSettings
-from launcher.tuning.traffic import load_profile, profile_of, traffic
+from launcher.tuning.traffic import profile_of, traffic
 from launcher.tuning.tune import FORMAT
 from launcher.tuning.verdict import METRICS, verdict
 from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.options import SettingsError
+from runtime.settings.types import SLO_PERCENTILE
 from tuning.advise import Slo, Workers
 from tuning.predict import Band, Prediction, predict
 from tuning.profile import Profile
@@ -39,7 +40,7 @@ RECOMMENDATION_BYTES_MAX = 64 << 20
 def run(settings: TuneCheckSettings) -> int:
     report = _read(settings.recommendation)
     tuned = _tuned(report["settings"], settings.recommendation)
-    profile = load_profile(settings.profile) if settings.profile else profile_of(tuned)
+    profile = profile_of(tuned)
     console = reports.console_for(settings)
     ratios, recommended = _ratios(settings, report), str(report["ranked"][0]["workers"]) if report["ranked"] else ""
     if left_out := _not_played(tuned):
@@ -74,7 +75,7 @@ def _tuned(values: Mapping[str, Any], path: str) -> TuneSettings:
 
 def _not_played(tuned: TuneSettings) -> list[str]:
     """Returns the options of the recommendation that neither the load generator nor a cluster started here can reproduce."""
-    options = {"hit-rate": tuned.hit_rate, "cancel-share": tuned.cancel_share, "slo": tuned.slo}
+    options = {"hit-rate": tuned.hit_rate, "slo": tuned.slo}
     options |= {"step-tokens": tuned.step_tokens, "seqs-max": tuned.seqs_max}
     return [f"--{name}" for name, value in options.items() if value]
 
@@ -109,7 +110,7 @@ async def _run(
             load = _load(settings, tuned, Path(folder) / "traffic.csv")
         except SettingsError as error:
             raise SettingsError(f"{settings.recommendation}: its traffic cannot be made again: {error}") from None
-        slo = Slo(tuned.slo_ttft_ms, tuned.slo_tpot_ms, tuned.slo_percentile)
+        slo = Slo(tuned.slo_ttft_ms, tuned.slo_tpot_ms, SLO_PERCENTILE)
         for ratio in ratios:
             console.print(f"[bold]{ratio}[/bold]", highlight=False)
             tenants = [LoadTenant("default")]
@@ -149,13 +150,10 @@ def _load(settings: TuneCheckSettings, tuned: TuneSettings, file: Path) -> LoadS
         speed=settings.speed,
         scale_tokens=settings.scale_tokens,
         duration_s=settings.duration_s,
-        warmup_s=settings.warmup_s,
         slo_ttft_ms=tuned.slo_ttft_ms,
         slo_tpot_ms=tuned.slo_tpot_ms,
         model=settings.model,
         device=settings.device,
-        ready_timeout_s=settings.ready_timeout_s,
-        token_ids=True,
         seed=tuned.seed,
     )
 

@@ -1,21 +1,12 @@
 """Options of `crossdock calibrate`, `crossdock tune` and `crossdock tune check`."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
 
-from launcher.load.settings import LengthText
-from runtime.settings.types import (
-    SLO_PERCENTILE,
-    SLO_TPOT_MS,
-    SLO_TTFT_MS,
-    CommaList,
-    Device,
-    JsonOption,
-    Panels,
-    split_commas,
-)
+from launcher.load.settings import CV_HELP, LengthText
+from runtime.settings.types import SLO_TPOT_MS, SLO_TTFT_MS, CommaList, Device, JsonOption, Panels, split_commas
 from tuning.advise import Slo
 from tuning.goals import Goals
 
@@ -46,13 +37,6 @@ def _check_slos(value: list[str]) -> list[str]:
     return value
 
 
-def _check_shares(value: list[float]) -> list[float]:
-    if any(not 0 <= share <= 16 for share in value):
-        raise ValueError("each must be in 0 to 16")
-    return value
-
-
-Shares = Annotated[list[float], NoDecode, BeforeValidator(split_commas), AfterValidator(_check_shares)]
 Sizes = Annotated[list[int], NoDecode, BeforeValidator(split_commas), AfterValidator(_check_sizes)]
 SloList = Annotated[CommaList, AfterValidator(_check_slos)]
 
@@ -64,11 +48,7 @@ class CalibrateSettings(JsonOption):
     machine for nothing else meanwhile.
     """
 
-    panels: ClassVar[Panels] = {
-        "Installation": "model device ready_timeout_s",
-        "Measurement": "rounds sequences_max context_tokens_max seed",
-        "Output": "out as_json",
-    }
+    panels: ClassVar[Panels] = {"Installation": "model device", "Measurement": "rounds", "Output": "out as_json"}
     model: str = Field(
         "", description="Folder or ORG/NAME; empty: the embedded default.", json_schema_extra={"also_argument": "MODEL"}
     )
@@ -79,14 +59,6 @@ class CalibrateSettings(JsonOption):
         le=100,
         description="How often to measure, each time with workers that are started anew: how much runs differ.",
     )
-    sequences_max: int = Field(16, ge=1, le=1024, description="Most streams at once that decode is measured with.")
-    context_tokens_max: int = Field(
-        1024, ge=64, le=1 << 20, description="Longest prompt that is measured; cut to half of the model's context."
-    )
-    seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the prompts.")
-    ready_timeout_s: float = Field(
-        180.0, gt=0.0, le=86_400.0, description="Seconds that the cluster may take to be ready."
-    )
     out: str = Field("profile.json", min_length=1, description="File to write the profile to.")
 
 
@@ -95,10 +67,9 @@ class TrafficSettings(JsonOption):
 
     panels: ClassVar[Panels] = {
         "Installation": "profile prefill_profile decode_profile force",
-        "Traffic": "trace speed scale_tokens from_s duration_s rate arrivals cv prompt_tokens output_tokens hit_rate"
-        " cancel_share seed",
-        "Sessions": "sessions think_scale",
-        "What counts as good": "slo_ttft_ms slo_tpot_ms slo_percentile slo",
+        "Traffic": "trace speed scale_tokens from_s duration_s rate cv prompt_tokens output_tokens hit_rate seed",
+        "Sessions": "sessions",
+        "What counts as good": "slo_ttft_ms slo_tpot_ms slo",
     }
     profile: str = Field(
         "profile.json", min_length=1, description="Profile of the installation, from crossdock calibrate."
@@ -119,7 +90,6 @@ class TrafficSettings(JsonOption):
     sessions: int = Field(
         0, ge=0, le=100_000, description="Of a trace of sessions: how many go on at a time; 0: all of them."
     )
-    think_scale: float = Field(1.0, ge=0.0, le=1e3, description="Factor on all think times of a trace of sessions.")
     speed: float = Field(1.0, gt=0.0, le=1e6, description="Speed at which the trace is played: 2 is twice the load.")
     scale_tokens: float = Field(1.0, gt=0.0, le=1e3, description="Factor on all lengths of the trace.")
     from_s: float = Field(
@@ -130,8 +100,7 @@ class TrafficSettings(JsonOption):
         3600.0, gt=0.0, le=86_400.0, description="Seconds of traffic.", json_schema_extra={"option": "--duration"}
     )
     rate: float = Field(1.0, gt=0.0, le=1e6, description="Requests per second of a mix.")
-    arrivals: Literal["poisson", "gamma", "constant"] = Field("poisson", description="Gaps between arrivals of a mix.")
-    cv: float = Field(3.0, gt=0.0, le=100.0, description="Coefficient of variation of gamma gaps.")
+    cv: float = Field(1.0, ge=0.0, le=100.0, description=CV_HELP)
     prompt_tokens: LengthText = Field(
         "lognormal:512,0.8", description="Prompt lengths of a mix, like 128, uniform:64-512 or lognormal:MEDIAN,SIGMA."
     )
@@ -139,18 +108,9 @@ class TrafficSettings(JsonOption):
     hit_rate: float = Field(
         0.0, ge=0.0, lt=1.0, description="Share of each prompt that is cached, where the trace has no block ids."
     )
-    cancel_share: float = Field(
-        0.0,
-        ge=0.0,
-        le=1.0,
-        description="Share of the requests whose client leaves while the answer comes, after a token drawn at random.",
-    )
     seed: int = Field(0, ge=0, le=1 << 31, description="Seed of the mix and of all draws.")
     slo_ttft_ms: float = Field(SLO_TTFT_MS, gt=0.0, le=1e9, description="Limit of the time to first token.")
     slo_tpot_ms: float = Field(SLO_TPOT_MS, gt=0.0, le=1e9, description="Limit of the mean time per later token.")
-    slo_percentile: float = Field(
-        SLO_PERCENTILE, gt=0.0, lt=1.0, description="Share of requests that should keep both limits."
-    )
     slo: SloList = Field(
         default_factory=list, description="CLASS:TTFT_MS:TPOT_MS, repeated: other limits for a priority class."
     )
@@ -165,7 +125,7 @@ class TuneSettings(TrafficSettings):
     """
 
     panels: ClassVar[Panels] = {
-        "Candidates": "workers mixed own_hardware step_tokens seqs_max stall_share",
+        "Candidates": "workers mixed own_hardware step_tokens seqs_max",
         "Output": "out html as_json",
     }
     workers: int = Field(4, ge=1, le=64, description="Workers to share out: GPUs, or parts of a CPU.")
@@ -181,11 +141,6 @@ class TuneSettings(TrafficSettings):
     seqs_max: Sizes = Field(
         default_factory=list, description="Most sequences of a decode batch to compare; empty: the profile's."
     )
-    stall_share: Shares = Field(
-        default_factory=list,
-        description="Of sessions: shares of a decode step to compare, separated by commas, in which decode workers compute"
-        " what a turn adds; empty: as workers have it, on CPUs half, on GPUs none.",
-    )
     out: str = Field("", description="File for the recommendation, for crossdock tune check.")
     html: str = Field("", description="File for the report as one HTML page.")
 
@@ -198,13 +153,12 @@ class TuneCheckSettings(JsonOption):
     """
 
     panels: ClassVar[Panels] = {
-        "What is run": "recommendation profile ratios duration_s warmup_s speed scale_tokens model device ready_timeout_s",
+        "What is run": "recommendation ratios duration_s speed scale_tokens model device",
         "Output": "as_json",
     }
     recommendation: str = Field(
         min_length=1, description="File from crossdock tune --out.", json_schema_extra={"argument": "FILE"}
     )
-    profile: str = Field("", description="Profile to predict with; empty: the one the recommendation was made with.")
     ratios: CommaList = Field(
         default_factory=list, description="Ratios to run, like 1P1D; empty: the recommended one and two others."
     )
@@ -215,11 +169,7 @@ class TuneCheckSettings(JsonOption):
         description="Seconds of traffic for each.",
         json_schema_extra={"option": "--duration"},
     )
-    warmup_s: float = Field(5.0, ge=0.0, le=3600.0, description="Requests of these first seconds are not counted.")
     speed: float = Field(1.0, gt=0.0, le=1e6, description="Factor on the recommendation's own speed.")
     scale_tokens: float = Field(1.0, gt=0.0, le=1e3, description="Factor on its lengths.")
     model: str = Field("", description="Folder or ORG/NAME; empty: the embedded default.")
     device: Device = Field("auto", description="Where to compute.")
-    ready_timeout_s: float = Field(
-        180.0, gt=0.0, le=86_400.0, description="Seconds that a cluster may take to be ready."
-    )

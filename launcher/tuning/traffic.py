@@ -72,9 +72,9 @@ def fitted_traffic(settings: TrafficSettings, profile: Profile) -> TuneTraffic:
     context = context_tokens(profile)
     if not settings.trace or not traces.has_sessions(settings.trace):
         return TuneTraffic(*fitted(traffic(settings, profile), context))
-    if settings.speed != 1 or settings.from_s or settings.cancel_share:
-        raise SettingsError("--speed, --from and --cancel-share: not for sessions, which come when answers have come")
-    found = traces.read_sessions(settings.trace, settings.scale_tokens, settings.think_scale)
+    if settings.speed != 1 or settings.from_s:
+        raise SettingsError("--speed and --from: not for sessions, which come when answers have come")
+    found = traces.read_sessions(settings.trace, settings.scale_tokens)
     sent, left_out = played(found, settings.sessions or len(found), context, settings.duration_s)
     if not sent:
         raise SettingsError(f"--trace: no turn of {settings.trace} fits the model's context of {context} tokens")
@@ -95,14 +95,12 @@ def traffic(settings: TrafficSettings, profile: Profile | None = None) -> list[S
     else:
         load = LoadSettings(
             rate=settings.rate,
-            arrivals=settings.arrivals,
             cv=settings.cv,
             duration_s=settings.duration_s,
             warmup_s=0.0,
             prompt_tokens=settings.prompt_tokens,
             output_tokens=settings.output_tokens,
             seed=settings.seed,
-            requests=1_000_000,
         )
         try:
             plan = make_plan(load, [LoadTenant("default")], 0)

@@ -19,6 +19,7 @@ from launcher.tuning.traffic import TuneTraffic, block_tokens, context_tokens, f
 from proto.parts import STALL_SHARE
 from runtime.process.version import version_of
 from runtime.settings.options import SettingsError
+from runtime.settings.types import SLO_PERCENTILE
 from tuning.advise import Slo
 from tuning.goals import Goals
 from tuning.profile import ControlCost, Profile
@@ -27,7 +28,7 @@ from tuning.sensitivity import map_of, what_if
 from tuning.simulator.job import Sent
 from tuning.simulator.options import RunOptions
 from tuning.simulator.outcome import SimulatedOutcome
-from tuning.traffic import per_minute, summary, with_cancels
+from tuning.traffic import per_minute, summary
 
 FORMAT = 2
 ORIGINS = {
@@ -57,7 +58,7 @@ def run(settings: TuneSettings) -> int:
 
 
 def goals_of(settings: TuneSettings) -> Goals:
-    return parse_slos(settings.slo, Slo(settings.slo_ttft_ms, settings.slo_tpot_ms, settings.slo_percentile))
+    return parse_slos(settings.slo, Slo(settings.slo_ttft_ms, settings.slo_tpot_ms, SLO_PERCENTILE))
 
 
 def check_classes(goals: Goals, sent: Sequence[Sent]) -> None:
@@ -141,15 +142,15 @@ def _age_days(when: str) -> int:
 def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: Console) -> dict[str, Any]:
     """Everything that is shown. Raises `SettingsError`."""
     played = fitted_traffic(settings, profile)
+    sent = played.sent
     profile = own_hardware(profile) if settings.own_hardware else profile
-    sent = with_cancels(played.sent, settings.cancel_share, settings.seed)
     check_classes(goals, sent)
     space = Space(
         settings.workers,
         (settings.mixed or settings.workers == 1) and not settings.prefill_profile,
         tuple(settings.step_tokens or [profile.step_tokens]),
         tuple(settings.seqs_max or [0]),
-        tuple(settings.stall_share or [usual_stall_share(profile)]),
+        (usual_stall_share(profile),),
         mixed_max=profile.prefill_cores + profile.decode_cores,
     )
     options = RunOptions(hit_rate=settings.hit_rate, block_tokens=block_tokens(settings))
@@ -277,7 +278,4 @@ def apply_lines(result: Scored, profile: Profile) -> dict[str, Any]:
             lines += ["", "[decode]", f"max_seqs = {candidate.seqs_max}"]
         if workers.mixed:
             lines += ["", "[mixed]", f"max_seqs = {candidate.seqs_max}"]
-    if candidate.stall_share != usual_stall_share(profile) and workers.decode + workers.mixed:
-        command = f"CROSSDOCK_STALL_SHARE={candidate.stall_share:g} {command}"
-        lines += ["", "[decode]" if workers.decode else "[mixed]", f"stall_share = {candidate.stall_share:g}"]
     return {"workers": str(workers), "command": command, "cluster_toml": lines, "model": str(model)}

@@ -205,7 +205,7 @@ def test_ratios_continue_after_absence() -> None:
     metrics = CoordinatorMetrics(s.core.state, lambda: 0.0)
     other = scene()
     metrics.registry.carry_over()
-    metrics._core = other.core
+    metrics._core = other.core.state
     other.core.cluster.queues[MODEL].output_ratios["standard"] = Ratios()
     other.core.cluster.queues[MODEL].output_ratios["standard"].add(20.0)
     name, labels = "crossdock_coordinator_output_estimate_ratio", {"model": MODEL, "priority_class": "standard"}

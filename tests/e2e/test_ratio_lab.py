@@ -39,7 +39,7 @@ def crossdock(folder: Path, *words: str, allowed: tuple[int, ...] = (0,)) -> str
 
 def test_calibration_feeds_tune_and_check(folder: Path) -> None:
     """Calibration gives a profile, tune ranks ratios with it, and a live check compares them with measurements."""
-    said = crossdock(folder, "calibrate", "model", "--rounds", "1", "--sequences-max", "4", "--out", "profile.json")
+    said = crossdock(folder, "calibrate", "model", "--rounds", "1", "--out", "profile.json")
     assert "decode sequences" in said
     profile = json.loads((folder / "profile.json").read_text())
     assert profile["prefill"]["curve"]["ms"] == sorted(profile["prefill"]["curve"]["ms"])

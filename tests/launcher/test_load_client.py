@@ -180,14 +180,16 @@ def drive(
         async with serving(server_script) as server, new_session(silence_s=None) as session:
             prompts = Prompts(0, (1, 2, 3), 512, 4)
             console = Console(file=io.StringIO())
-            work = load_run.drive(session, target(server.url), requests, prompts, in_flight, console)
+            work = load_run.drive(session, target(server.url), requests, prompts, console)
             task = asyncio.get_running_loop().create_task(work)
             if cancel_s:
                 await asyncio.sleep(cancel_s)
                 task.cancel()
             return await task
 
-    return asyncio.run(scene())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(load_run, "IN_FLIGHT_MAX", in_flight)
+        return asyncio.run(scene())
 
 
 def test_requests_are_sent_on_schedule() -> None:

@@ -46,7 +46,7 @@ def learn(
         try:
             async with new_session(silence_s=None) as session:
                 url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/"
-                return await probe(session, url, "sk-1", "", LoadSettings(**values))
+                return await probe(session, url, "sk-1", "", **values)
         finally:
             await runner.cleanup()
 
@@ -62,7 +62,7 @@ def planned(probed: Probed) -> tuple[load_plan.LoadPlan, list[Any]]:
 
 def test_token_ids_are_used_if_offered() -> None:
     """Prompts are token ids if the server returns token ids."""
-    probed, _ = learn({"return_token_ids", "ignore_eos"}, token_ids=True)
+    probed, _ = learn({"return_token_ids", "ignore_eos"})
     assert len(probed.pool) > 20 and 100 not in probed.pool
     assert (probed.target.model, probed.target.context_tokens) == ("m", 700)
     assert probed.target.ignore_eos and probed.target.token_ids
@@ -73,14 +73,14 @@ def test_token_ids_are_used_if_offered() -> None:
 
 def test_words_are_counted_without_token_ids() -> None:
     """Prompts are sized by words with measured tokens per word if the server gives no token ids."""
-    probed, bodies = learn({"ignore_eos"}, token_ids=True)
+    probed, bodies = learn({"ignore_eos"})
     assert not probed.pool and not probed.target.token_ids and probed.target.ignore_eos
     assert (probed.tokens_per_word, probed.overhead_tokens) == (2.0, 3.0)
     _, prompts = planned(probed)
     assert {3 + 2 * len(prompt.split()) for prompt in prompts} == {103}
     probed, bodies = learn(set())
     assert not probed.target.ignore_eos and "ignore_eos" not in bodies[-1]
-    probed, bodies = learn({"return_token_ids", "ignore_eos"}, endpoint="chat")
+    probed, bodies = learn({"return_token_ids", "ignore_eos"}, chat=True)
     assert not probed.pool and "messages" in bodies[0] and probed.target.chat
     probed, _ = learn(set(), counts=False)
     assert probed.tokens_per_word == 1.0
@@ -93,7 +93,7 @@ def test_unusable_server_is_reported() -> None:
 
     async def nobody() -> None:
         async with new_session(silence_s=None) as session:
-            await probe(session, "http://127.0.0.1:1", "", "", LoadSettings())
+            await probe(session, "http://127.0.0.1:1", "", "")
 
     with pytest.raises(BenchFailed, match="cannot be reached"):
         asyncio.run(nobody())

@@ -14,7 +14,6 @@ from launcher.cluster import units
 from launcher.cluster.file import ClusterError, incomplete, parse
 from launcher.cluster.plan import check, plan_host
 from launcher.cluster.units import Installed
-from launcher.load.settings import ServeBenchSettings
 from launcher.load.tenants import Ratio
 from launcher.local.core_plan import PREFILL_NICE, plan_cpu
 from launcher.tuning import check as tune_check
@@ -126,8 +125,6 @@ def test_serve_counts_follow_the_options() -> None:
     for option in ("prefill", "decode"):
         with pytest.raises(SettingsError, match=f"--{option}: 0, and no --mixed"):
             load_settings(ServeSettings, {option: "0"})
-    assert ServeBenchSettings(start=True, mixed=2).ratio == Ratio(0, 0, 2)
-    assert ServeBenchSettings(start=True).ratio == Ratio(1, 1)
 
 
 def test_mixed_worker_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

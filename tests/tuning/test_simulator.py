@@ -1,5 +1,7 @@
 """The fast simulator by itself: closed forms, failures, stragglers, caches, mixed workers."""
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from tuning.simulator.gaps import Gaps
 from tuning.simulator.job import Sent, SimulatedRequest
 from tuning.simulator.options import RunOptions
 from tuning.simulator.room import DecodeRoom
-from tuning.traffic import Change, excerpt, fitted, with_cancels
+from tuning.traffic import Change, excerpt, fitted
 
 SLO = Slo(500.0, 25.0)
 
@@ -179,6 +181,15 @@ def test_hopeless_candidates_are_skipped() -> None:
     skipped = [one for one in found.results.values() if not one.requests]
     assert skipped
     assert found.best.attainment > max(one.bound for one in skipped)
+
+
+def with_cancels(sent: Sequence[Sent], share: float, seed: int) -> list[Sent]:
+    """The clients of a share of the requests leave, each after a token drawn from all of its answer."""
+    leaves, where = np.random.default_rng([seed, 4]).random((2, len(sent)))
+    return [
+        one._replace(leaves_after=1 + int(place * one.output_tokens)) if draw < share else one
+        for one, draw, place in zip(sent, leaves.tolist(), where.tolist(), strict=True)
+    ]
 
 
 def test_leaving_clients_free_room() -> None:

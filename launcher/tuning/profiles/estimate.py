@@ -17,6 +17,8 @@ from tuning.estimates.shapes import KNOWN, Shape, ShapeError, of_config
 from tuning.profile import encoded
 
 CONFIG_BYTES_MAX = 1 << 20
+STEP_TOKENS = 2048  # of a prefill step; crossdock tune can compare others
+SEQS_MAX = 64  # of a decode batch, likewise
 
 
 def run(settings: EstimateSettings) -> int:
@@ -38,8 +40,8 @@ def run(settings: EstimateSettings) -> int:
             shape,
             settings.tensor_parallel,
             network_gbit_per_s=settings.network_gbit_per_s,
-            step_tokens=settings.step_tokens,
-            seqs_max=settings.seqs_max,
+            step_tokens=STEP_TOKENS,
+            seqs_max=SEQS_MAX,
             cost_per_hour=settings.cost_per_hour,
             about=about,
         )

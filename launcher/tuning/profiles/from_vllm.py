@@ -144,7 +144,7 @@ def _of_csv(path: str, stream: TextIO) -> Iterator[RequestTiming]:
 async def _server(settings: FromVllmSettings, session: aiohttp.ClientSession) -> tuple[MeasuredServer, str]:
     """Learns the server's settings from the options, and from the server itself where the options leave them open. Raises
     `SettingsError` or `ServerFailed`."""
-    kv_tokens, context, model = settings.kv_tokens, settings.context_tokens, settings.model
+    kv_tokens, context, model = settings.kv_tokens, 0, settings.model
     if settings.url and not (kv_tokens and context and model):
         known = _first_model(await _get(settings, session, "/v1/models"))
         model = model or known.id

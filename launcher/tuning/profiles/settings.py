@@ -26,7 +26,7 @@ class EstimateSettings(JsonOption):
     panels: ClassVar[Panels] = {
         "Hardware": "gpu tensor_parallel network_gbit_per_s cost_per_hour",
         "Model": "model",
-        "Worker": "step_tokens seqs_max",
+        "Worker": "",
         "Output": "out as_json",
     }
     gpu: Annotated[str, AfterValidator(_known_card)] = Field(description=f"The card: {', '.join(CARDS)}.")
@@ -40,8 +40,6 @@ class EstimateSettings(JsonOption):
     cost_per_hour: float = Field(
         0.0, ge=0.0, le=1e6, description="What one worker costs in an hour, in any currency; 0: not known."
     )
-    step_tokens: int = Field(2048, ge=16, le=65_536, description="Prompt tokens of a prefill step.")
-    seqs_max: int = Field(64, ge=1, le=65_536, description="Most sequences of a decode batch.")
     out: str = Field("profile.json", min_length=1, description="File to write the profile to.")
 
 
@@ -52,7 +50,7 @@ class FromVllmSettings(JsonOption):
     """
 
     panels: ClassVar[Panels] = {
-        "Server": "url api_key model instances step_tokens seqs_max kv_tokens context_tokens",
+        "Server": "url api_key model instances step_tokens seqs_max kv_tokens",
         "What is fitted to": "timings",
         "Hardware": "network_gbit_per_s cost_per_hour",
         "Output": "out as_json",
@@ -74,7 +72,6 @@ class FromVllmSettings(JsonOption):
     kv_tokens: int = Field(
         0, ge=0, le=1 << 40, description="Tokens that its KV cache holds, as it logs at start; 0: ask --url."
     )
-    context_tokens: int = Field(0, ge=0, le=1 << 30, description="Its --max-model-len; 0: ask --url.")
     network_gbit_per_s: float = Field(
         200.0, gt=0.0, le=1e5, description="Gigabits per second over which a worker would hand KV over."
     )

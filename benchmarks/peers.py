@@ -13,7 +13,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Final
@@ -24,6 +23,7 @@ from rich.console import Console
 
 from launcher import reports, tables
 from launcher.http.client import answers_ready, new_session
+from launcher.load.plot import check, draw_peers
 from launcher.local.lifetime import until_interrupted
 from launcher.local.ports import free_port
 from launcher.models import resolve
@@ -37,7 +37,6 @@ from runtime.settings.types import JsonOption, Panels
 READY_S: Final = 900.0  # vLLM compiles for minutes when it starts for the first time
 STOP_S: Final = 30.0
 LOOK_EVERY_S: Final = 1.0
-FORMATS: Final = (".svg", ".png", ".pdf")
 
 
 class PeersSettings(JsonOption):
@@ -56,39 +55,6 @@ class PeersSettings(JsonOption):
     gguf: str = Field("", description="The model for llama.cpp, in float32.")
     seconds: float = Field(30.0, ge=1.0, le=3600.0, description="Seconds of each of the two measurements of a server.")
     plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs matplotlib.")
-
-
-def check(path: str) -> None:
-    """Checks before minutes are spent that a picture can be drawn. Raises `SettingsError`."""
-    if not path:
-        return
-    reports.check_writable(path, "--plot")
-    if Path(path).suffix not in FORMATS:
-        raise SettingsError(f"--plot: {path} must end with one of {', '.join(FORMATS)}")
-    if find_spec("matplotlib") is None:
-        raise SettingsError("--plot: matplotlib is not installed")
-
-
-def draw_peers(path: str, results: dict[str, dict[str, Any]]) -> None:
-    """A row for each server: the p99 gap of its streams alone, and while long prompts arrive."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 1.2 + 0.7 * len(results)), layout="constrained")
-    axes = figure.subplots()
-    for row, result in enumerate(results.values()):
-        alone, loaded = result["alone"]["p99_ms"], result["loaded"]["p99_ms"]
-        axes.plot([alone, loaded], [row, row], color="lightgrey", linewidth=4, zorder=1)
-        axes.scatter(alone, row, color="tab:blue", zorder=2, label="streams alone" if row == 0 else None)
-        axes.scatter(loaded, row, color="tab:red", zorder=2, label="while long prompts arrive" if row == 0 else None)
-        axes.annotate(f"{loaded:,.0f} ms", (loaded, row), xytext=(8, -4), textcoords="offset points")
-        axes.annotate(f"{alone:,.0f} ms", (alone, row), xytext=(-8, -4), textcoords="offset points", ha="right")
-    axes.set(xscale="log", xlabel="p99 gap between two tokens of a stream, ms (logarithmic)")
-    axes.set_yticks(range(len(results)), list(results))
-    axes.set_ylim(len(results) - 0.5, -0.5)
-    axes.margins(x=0.2)
-    axes.grid(axis="x", alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=2)
-    figure.savefig(Path(path).expanduser())
 
 
 class PeerFailed(CrossdockError):

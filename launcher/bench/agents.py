@@ -32,6 +32,7 @@ from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve
 from runtime.process import clock
 from runtime.process.exits import INTERRUPTED_EXIT
+from runtime.settings.options import SettingsError
 from simulation.load.sessions import LoadSession, SessionTurn, in_turn, synthetic
 
 STAGGER_S: Final = 0.3  # between the first turns of two clients
@@ -51,6 +52,8 @@ class PlayedSession:
 
 
 def run(settings: AgentsSettings) -> int:
+    if len(settings.start) > 1:
+        raise SettingsError("--start: takes one ratio here")
     sessions = sessions_of(settings)
     console = reports.console_for(settings)
     return uvloop.run(until_interrupted(_run(settings, sessions, console), console))
@@ -70,7 +73,7 @@ async def _run(settings: AgentsSettings, sessions: Sequence[LoadSession], consol
         if settings.start:
             model = resolve.ready(settings.model, "", console)
             site = await stack.enter_async_context(
-                started(settings, Ratio.parse(settings.start), tenants, model, console)
+                started(settings, Ratio.parse(*settings.start), tenants, model, console)
             )
         else:
             site = named(settings, tenants)

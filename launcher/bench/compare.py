@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from launcher import reports, tables
-from launcher.load import records
+from launcher.load import plot, records
 from launcher.load.figures import METRICS, LoadSlo, values
 from launcher.load.records import CANCELLED, INTERRUPTED, RequestRecord, RunFile
 from launcher.load.settings import CompareSettings
@@ -27,6 +27,7 @@ _SAMPLES_MAX: Final = 20_000_000  # sorted for one figure, over all draws; long 
 
 
 def run(settings: CompareSettings) -> int:
+    plot.check(settings.plot)
     first, second = records.read(settings.first), records.read(settings.second)
     console = reports.console_for(settings)
     differs = differences(first.settings, second.settings)
@@ -34,6 +35,8 @@ def run(settings: CompareSettings) -> int:
     show(differs, rows, console)
     if settings.as_json:
         sys.stdout.write(json.dumps({"settings": differs, "figures": rows}, indent=1) + "\n")
+    if settings.plot:
+        plot.draw(settings.plot, [("A", first), ("B", second)])
     return 0
 
 

@@ -30,6 +30,7 @@ from launcher.http.streams import (
     percentile,
     stream_completion,
 )
+from launcher.load import plot
 from launcher.local.lifetime import running, until_interrupted
 from launcher.models import resolve
 from runtime.process import clock
@@ -55,6 +56,7 @@ class Window:
 
 
 def run(settings: IsolationSettings) -> int:
+    plot.check(settings.plot)
     console = reports.console_for(settings)
     return uvloop.run(until_interrupted(_run(settings, console), console))
 
@@ -66,9 +68,11 @@ async def _run(settings: IsolationSettings, console: Console) -> int:
             result = await _measure(client, model, settings, console)
     except aiohttp.ClientError as error:
         raise BenchFailed(f"the server cannot be reached: {error or type(error).__name__}") from None
-    result["settings"] = settings.model_dump(exclude={"api_key"})
+    result["settings"] = settings.model_dump(exclude={"api_key", "plot"})
     show_isolation(result, console)
     reports.write_json(settings, result)
+    if settings.plot:
+        plot.draw_isolation(settings.plot, result)
     return 0
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from launcher import reports
 from launcher.http.client import new_session
 from launcher.http.streams import BenchFailed
-from launcher.load import queue_times, records, show
+from launcher.load import plot, queue_times, records, show
 from launcher.load.figures import LoadSlo, figures
 from launcher.load.plan import LoadPlan, make_plan, tenants_of
 from launcher.load.probe import Probed, probe
@@ -51,23 +51,32 @@ class BenchSite:
 
 
 def run(settings: ServeBenchSettings) -> int:
+    if len(settings.start) > 1:
+        from launcher.bench import ratio
+
+        return ratio.run(settings)
     tenants = tenants_of(settings)
+    check_files(settings)
     console = reports.console_for(settings)
     return uvloop.run(until_interrupted(_run(settings, tenants, console), console))
+
+
+def check_files(settings: LoadSettings) -> None:
+    """Checks the files before minutes are spent. Raises `SettingsError`."""
+    plot.check(settings.plot)
 
 
 async def _run(settings: ServeBenchSettings, tenants: Sequence[LoadTenant], console: Console) -> int:
     async with contextlib.AsyncExitStack() as stack:
         if settings.start:
             model = resolve.ready(settings.model, "", console)
-            ratio = Ratio.parse(settings.start)
+            ratio = Ratio.parse(*settings.start)
             site = await stack.enter_async_context(started(settings, ratio, tenants, model, console))
         else:
             site = named(settings, tenants)
         result = await measure(settings, site, "" if settings.start else settings.model, console)
     show.show(result.figures, console)
-    if settings.as_json:
-        sys.stdout.write(records.encoded(result))
+    finish(settings, [(result.about["model"], result)], result, console)
     return INTERRUPTED_EXIT if result.about["interrupted"] else 0
 
 
@@ -202,7 +211,16 @@ def _result(settings: LoadSettings, site: BenchSite, probed: Probed, plan: LoadP
 
 def shown_settings(settings: LoadSettings) -> dict[str, Any]:
     """The settings without keys."""
-    values = settings.model_dump(exclude={"api_key", "as_json"})
+    values = settings.model_dump(exclude={"api_key", "as_json", "plot"})
     values["tenant"] = [":".join((part := text.split(":"))[:1] + part[2:]) for text in settings.tenant]
     values["abuser"] = ":".join((part := settings.abuser.split(":"))[:1] + part[2:])
     return values
+
+
+def finish(settings: LoadSettings, drawn: Sequence[tuple[str, RunFile]], result: RunFile, console: Console) -> None:
+    """JSON and the picture, where asked for."""
+    if settings.as_json:
+        sys.stdout.write(records.encoded(result))
+    if settings.plot:
+        plot.draw(settings.plot, drawn)
+        console.print(f"Drawn: {settings.plot}", highlight=False, soft_wrap=True)

@@ -57,7 +57,7 @@ class IsolationSettings(JsonOption):
         "Server": "url api_key model prefill decode",
         "Load": "streams",
         "Measurement": "seconds",
-        "Output": "as_json",
+        "Output": "as_json plot",
     }
     url: str = Field("", description="Server that is up, like http://127.0.0.1:8000; empty: start a cluster.")
     api_key: str = Field("", description="Key for that server, if it wants one.")
@@ -70,3 +70,4 @@ class IsolationSettings(JsonOption):
     decode: int = Field(1, ge=1, le=64, description="Decode workers of the cluster started here.")
     streams: int = Field(4, ge=1, le=256, description="Steady streams.")
     seconds: float = Field(30.0, ge=1.0, le=3600.0, description="Seconds of each of the two measurements.")
+    plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs matplotlib.")

@@ -15,14 +15,16 @@ def _check_lengths(value: str) -> str:
     return value
 
 
-def _check_ratio(value: str) -> str:
-    if value:
-        Ratio.parse(value)
+def _check_ratios(value: list[str]) -> list[str]:
+    for text in value:
+        Ratio.parse(text)
+    if len(set(value)) != len(value):
+        raise ValueError("names a ratio twice")
     return value
 
 
 LengthText = Annotated[str, AfterValidator(_check_lengths)]
-RatioText = Annotated[str, AfterValidator(_check_ratio)]
+RatioList = Annotated[CommaList, AfterValidator(_check_ratios)]
 CV_HELP = "Coefficient of variation of the gaps between arrivals: 0 all the same, 1 Poisson, more (gamma) in bursts."
 _LENGTHS_HELP = "like 128, uniform:64-512 or lognormal:MEDIAN,SIGMA"
 
@@ -62,7 +64,7 @@ class LoadSettings(TargetSettings):
         "Requests": "prompt_tokens output_tokens prefix_share prefix_tokens",
         "Tenants": "tenant abuser",
         "What counts as good": "slo_ttft_ms slo_tpot_ms slo_itl_ms",
-        "Output": "as_json",
+        "Output": "as_json plot",
         "Expert options": "endpoint ignore_eos cancel_share tokenizer",
     }
     endpoint: Literal["completions", "chat"] = Field("completions", description="The API to use.")
@@ -107,6 +109,7 @@ class LoadSettings(TargetSettings):
     tokenizer: str = Field(
         "", description="tokenizer.json or its folder, for servers that take only text: prompts of a known length."
     )
+    plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs matplotlib.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -119,7 +122,7 @@ class ServerSettings(TargetSettings):
     """A server that is up, or one that is started for the run."""
 
     url: str = Field("", description="Server, like http://127.0.0.1:8000; empty: the cluster running on this machine.")
-    start: RatioText = Field("", description=START_HELP)
+    start: RatioList = Field(default_factory=list, description=START_HELP)
     api_key: str = Field("", description="Key, where no tenants are given and the server wants one.")
 
     @model_validator(mode="after")
@@ -133,7 +136,8 @@ class ServeBenchSettings(LoadSettings, ServerSettings):
     """Send a server a realistic load, and say how well it was served.
 
     Open loop: requests leave at their times, whatever the server does. Works with any server that speaks the OpenAI API;
-    without --url it is the cluster that runs on this machine, and --start brings one up for the run.
+    without --url it is the cluster that runs on this machine, and --start brings one up for the run. With several ratios, like
+    --start 1P1D,2P1D,2M, each is started in turn and gets the same requests at the same times, and goodput is compared.
     """
 
 
@@ -144,3 +148,4 @@ class CompareSettings(JsonOption):
         min_length=1, description="File from bench serve --json.", json_schema_extra={"argument": "A.json"}
     )
     second: str = Field(min_length=1, description="File of the other run.", json_schema_extra={"argument": "B.json"})
+    plot: str = Field("", description="File for a picture of both (.svg, .png or .pdf); needs matplotlib.")

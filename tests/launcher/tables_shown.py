@@ -5,6 +5,7 @@ from typing import Any
 from coordinator.event_log.reasons import By, OtherTurn
 from coordinator.event_log.timeline import ChunkSent, Entry, Passed, Placed, RequestEnded, Submitted
 from coordinator.event_log.whole_log import Waited
+from launcher.bench import ratio as bench_ratio
 from launcher.cluster.plan import PlannedProcess
 from launcher.load.figures import LoadSlo, figures
 from launcher.load.records import RequestRecord
@@ -80,6 +81,7 @@ def _record(index: int, tenant: str) -> RequestRecord:
 FIGURES = figures(
     [_record(n, ("acme", TENANT)[n % 2]) for n in range(20)], {"acme": 1.0, TENANT: 2.0}, LoadSlo(1e3, 1e2, 0)
 )
+RATIOS = [bench_ratio.row(name, FIGURES) | {"fails": ["ttft", "answer", "tpot"]} for name in ("1P1D", "2P1D", "10P12D")]
 DIFFERENCES = {
     "model": ("meta-llama/Llama-3.1-70B", "–"),
     "rate": (0.25, 1.0),

@@ -37,6 +37,7 @@ def test_help_names_every_command() -> None:
         (("worker", "--model", "m"), "crossdock: --role: needed"),
         (("serve", "/no/such/folder"), "crossdock: --model: there is no folder /no/such/folder"),
         (("serve", "--prefill", "0"), "crossdock: --prefill: 0, and no --mixed: nothing would compute prompts"),
+        (("bench", "isolation", "--plot", "/no/such/folder/x.svg"), "crossdock: --plot: there is no folder"),
         (("tune", "--html", "/no/such/folder/x.html"), "crossdock: --html: there is no folder"),
         (("replay",), "crossdock: FILE: needed"),
         (("brew",), "crossdock: No such command"),

@@ -2,6 +2,7 @@
 
 import io
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 from rich.console import Console
 
 from launcher.bench import compare as bench_compare
+from launcher.bench import ratio as bench_ratio
 from launcher.bench.serve import shown_settings
+from launcher.load import plot as load_plot
 from launcher.load import records as load_records
 from launcher.load import show as load_show
 from launcher.load.figures import LoadSlo, figures, goodput, jain, tails, values
@@ -185,3 +188,49 @@ def test_compare_marks_differing_settings(tmp_path: Path, capsys: pytest.Capture
     Path(second).write_bytes(msgspec.json.encode(run_of(1, 1.0, 2)).replace(b'"format":1', b'"format":9'))
     with pytest.raises(SettingsError, match="of format 9"):
         load_records.read(second)
+
+
+def test_ratio_names_failing_limit_and_phase() -> None:
+    """A ratio's row names the limits it fails and the phase that is short."""
+    slow_prefill = figures([record(index, ttft_s=3.0) for index in range(10)], {"a": 1.0}, SLO)
+    slow_decode = figures([record(index, gaps_ms=[300.0] * 9) for index in range(10)], {"a": 1.0}, SLO)
+    fine = figures([record(index) for index in range(10)], {"a": 1.0}, SLO)
+    assert (bench_ratio.failing(slow_prefill["goodput"]), bench_ratio.bottleneck(slow_prefill)) == (["ttft"], "prefill")
+    assert (bench_ratio.failing(slow_decode["goodput"]), bench_ratio.bottleneck(slow_decode)) == (["tpot"], "decode")
+    assert (bench_ratio.failing(fine["goodput"]), bench_ratio.bottleneck(fine)) == ([], "nothing")
+    nothing = figures([record(0, outcome="connect", first_s=None, gaps_ms=[])], {"a": 1.0}, SLO)
+    assert bench_ratio.bottleneck(nothing) == "unknown"
+    rows = [bench_ratio.row("1P1D", slow_prefill), bench_ratio.row("2P1D", fine), bench_ratio.row("1P2D", nothing)]
+    bench_ratio.show(rows, Console(file=io.StringIO()))
+
+
+INSTALLS = {
+    "made-in": r"an env/bin/pip' install -c '?/.+/constraints\.txt'? matplotlib",
+    "uv-receipt.toml": "uv tool install --with matplotlib",
+    "pipx_metadata.json": "pipx inject crossdock matplotlib",
+    "other": "-m pip install matplotlib",
+}
+"""The file that tells a kind of environment, and the command that adds matplotlib to it."""
+
+
+def test_plot_is_drawn_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plot is drawn as SVG; a wrong suffix is refused, and a missing matplotlib with the command that adds it."""
+    with pytest.raises(SettingsError, match=r"--plot: .* must end with"):
+        load_plot.check(str(tmp_path / "x.gif"))
+    with monkeypatch.context() as patch:
+        patch.setattr(load_plot, "find_spec", lambda name: None)
+        patch.setattr(sys, "prefix", str(tmp_path / "an env"))
+        for mark, command in INSTALLS.items():
+            (file := tmp_path / "an env" / mark).parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+            with pytest.raises(SettingsError, match=f"matplotlib is not installed; install it with: .*{command}"):
+                load_plot.check(str(tmp_path / "x.svg"))
+            file.unlink()
+    pytest.importorskip("matplotlib")
+    load_plot.draw(str(tmp_path / "x.svg"), [("A", run_of(1, 1.0, 20)), ("B", run_of(2, 1.5, 20))])
+    assert "<svg" in (tmp_path / "x.svg").read_text()
+    windows = {name: {"gaps_ms": [30.0, 10.0, 20.0], "p99_ms": 30.0} for name in ("alone", "loaded")}
+    load_plot.draw_isolation(str(tmp_path / "i.svg"), windows)
+    assert "<svg" in (tmp_path / "i.svg").read_text()
+    edges, rates = load_plot.timeline(run_of(1, 1.0, 50))
+    assert sum(rates) * edges[1] == pytest.approx(500, abs=20)

@@ -236,11 +236,12 @@ def test_list_option_repeats_or_has_commas(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_ratios_are_parsed_or_refused() -> None:
-    """Ratios like 2P3D are parsed, and malformed ones refused."""
+    """Ratios like 2P3D are parsed, and malformed or repeated ones refused."""
     assert [str(Ratio.parse(text)) for text in ("1P1D", "2p3d", "16P8D")] == ["1P1D", "2P3D", "16P8D"]
     for bad in ("", "1P", "0P1D", "1P0D", "1D1P", "99P1D", "1P1D1", "-1P1D"):
         with pytest.raises(ValueError, match="ratio"):
             Ratio.parse(bad)
-    assert load(ServeBenchSettings, {"start": "2P1D+1M"}).start == "2P1D+1M"
-    with pytest.raises(SettingsError, match="--start: "):
-        load(ServeBenchSettings, {"start": "1P1D,x"})
+    assert load(ServeBenchSettings, {"start": "1P1D,2P1D"}).start == ["1P1D", "2P1D"]
+    for bad in ("1P1D,1P1D", "1P1D,x"):
+        with pytest.raises(SettingsError, match="--start: "):
+            load(ServeBenchSettings, {"start": bad})

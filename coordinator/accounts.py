@@ -84,7 +84,7 @@ class Goodput:
         return self.by_class.get(priority_class) or self.by_class.setdefault(priority_class, GoodputCounts())
 
 
-class Refusal(NamedTuple):
+class NotAdmitted(NamedTuple):
     """Why a request is not let in."""
 
     reason: Reject
@@ -145,7 +145,7 @@ class Accounts:
                 return name, organisation, user
         return self.classes_lowest_first[0], organisation, user
 
-    def reserve(self, request: Request, now: float) -> Refusal | None:
+    def reserve(self, request: Request, now: float) -> NotAdmitted | None:
         """Open the request's bill, or say why not; then nothing is taken."""
         submit, billing = request.submit, self.billing
         policy = billing.quotas.tenants.policy(submit.tenant)
@@ -160,10 +160,10 @@ class Accounts:
             return None
         if policy is None:
             why = f"the coordinator does not know tenant {submit.tenant}"
-            return Refusal(Reject.UNKNOWN_TENANT, why, RELOAD_S)
+            return NotAdmitted(Reject.UNKNOWN_TENANT, why, RELOAD_S)
         if submit.priority_class and submit.priority_class not in policy.priority_classes:
             why = f"tenant {submit.tenant} may not use the priority class {submit.priority_class}"
-            return Refusal(Reject.PRIORITY_CLASS, why, 0.0)
+            return NotAdmitted(Reject.PRIORITY_CLASS, why, 0.0)
         queue = self._cluster.queues[submit.model]
         opened = billing.open(
             submit,
@@ -177,7 +177,7 @@ class Accounts:
             # A few seconds of jitter keep those who were told the same from coming back together.
             part = crc32(submit.request_id.encode()) / (1 << 32)
             wait_s = opened.retry_after_s + JITTER * min(opened.retry_after_s, JITTERED_MAX_S) * part
-            return Refusal(Reject.QUOTA, str(opened), min(wait_s, 86_400.0))
+            return NotAdmitted(Reject.QUOTA, str(opened), min(wait_s, 86_400.0))
         request.times, request.borrowed = opened.times, opened.grant.borrowed
         return None
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from coordinator.accounts import Refusal
+from coordinator.accounts import NotAdmitted
 from coordinator.events import Limits
 from coordinator.state import State
 from proto.compatible import mismatch
@@ -76,27 +76,29 @@ def _speed(state: State, pool: Pool, path: tuple[str, str, str]) -> Speed:
 # --- new requests -----------------------------------------------------------------------------------------------------
 
 
-def cannot_serve(submit: Submit, pool: Pool | None, limits: Limits, now: float) -> Refusal | None:
+def cannot_serve(submit: Submit, pool: Pool | None, limits: Limits, now: float) -> NotAdmitted | None:
     """Why a request could not be served at all, however little waits."""
     if pool is None:
-        return Refusal(Reject.UNKNOWN_MODEL, f"no worker has served model {submit.model!r} yet")
+        return NotAdmitted(Reject.UNKNOWN_MODEL, f"no worker has served model {submit.model!r} yet")
     if lacks := pool.lacks():
         if submit.attempt > 1:
             return None  # it waits for the restart of what it lost
         if not pool.awaits_restart(now, limits.queue_wait_s_max):
-            return Refusal(Reject.NO_CAPACITY, lacks)
+            return NotAdmitted(Reject.NO_CAPACITY, lacks)
     total = submit.prompt_tokens + submit.sampling.max_tokens - submit.resumed_tokens
     if total - 1 > pool.context_tokens:  # the last token is drawn, and not computed on
-        return Refusal(Reject.TOO_LONG, f"{total} tokens in all; the context holds {pool.context_tokens}", 0.0)
+        return NotAdmitted(Reject.TOO_LONG, f"{total} tokens in all; the context holds {pool.context_tokens}", 0.0)
     if not pool.could_ever_fit(submit):
-        return Refusal(Reject.TOO_LARGE, f"the KV cache of {total} tokens x {submit.choices} fits no worker here", 0.0)
+        return NotAdmitted(
+            Reject.TOO_LARGE, f"the KV cache of {total} tokens x {submit.choices} fits no worker here", 0.0
+        )
     if submit.prompt_tokens > limits.queue_tokens_max:
         why = f"a prompt of {submit.prompt_tokens} tokens; {limits.queue_tokens_max} may wait in all"
-        return Refusal(Reject.TOO_LARGE, why, 0.0)
+        return NotAdmitted(Reject.TOO_LARGE, why, 0.0)
     return None
 
 
-def admit(state: State, request: Request) -> Refusal | None:
+def admit(state: State, request: Request) -> NotAdmitted | None:
     """Returns why a new request is not admitted beside the waiting ones. Sheds others for it. A resumed request is not checked
     again."""
     limits, queue = state.limits, state.cluster.queues[request.submit.model]
@@ -110,22 +112,22 @@ def admit(state: State, request: Request) -> Refusal | None:
         request.promised = False
     if request.projected_s > (limit_s := queue.line.limit_s(request)):
         why = f"it would wait for {request.projected_s:.0f} s, and may for {limit_s:g} s at most"
-        return Refusal(Reject.QUEUE_FULL, why)
+        return NotAdmitted(Reject.QUEUE_FULL, why)
     # One that comes when it was told goes before those that come early or for the first time.
     most = limits.tenant_queue_max * (2 if obeys else 1)
     if queue.line.waiting(request.path) >= most:
         why = f"{limits.tenant_queue_max} requests of this tenant are waiting already"
-        return Refusal(Reject.QUEUE_FULL, why)
+        return NotAdmitted(Reject.QUEUE_FULL, why)
     victims = queue.line.make_room(request, state.accounts.classes_lowest_first)
     if victims is None:
         why = f"{len(queue)} requests of {queue.line.tokens} tokens are waiting already"
-        return Refusal(Reject.QUEUE_FULL, why)
+        return NotAdmitted(Reject.QUEUE_FULL, why)
     for victim in victims:
         _shed(state, victim)
     return None
 
 
-def _infeasible(state: State, request: Request, *, obeys: bool) -> Refusal | None:
+def _infeasible(state: State, request: Request, *, obeys: bool) -> NotAdmitted | None:
     """Returns why a request's deadline, or its class's target for the first token, cannot be met at the measured rates, behind
     the work before it in the fair order, if as much of its prompt is cached as is believed. `obeys`: it was told to come
     now."""
@@ -139,7 +141,7 @@ def _infeasible(state: State, request: Request, *, obeys: bool) -> Refusal | Non
     if soonest_ms > deadline_ms:
         why = f"{tokens} prompt tokens to compute take {soonest_ms:.0f} ms here; {limit} is less"
         again_s = 0.0 if own_ms else spread((soonest_ms - deadline_ms) / 1000, request.fingerprint)
-        return Refusal(Reject.DEADLINE, why, again_s)
+        return NotAdmitted(Reject.DEADLINE, why, again_s)
     rate = pool.tokens_per_s()
     if not rate or not queue.line.work.total(UNCOMPUTED):
         return None
@@ -151,7 +153,7 @@ def _infeasible(state: State, request: Request, *, obeys: bool) -> Refusal | Non
     if expected_ms <= queue.projection.margins.allowed_ms(request, obeys=obeys):
         return None
     why = f"its first token is expected in {expected_ms:.0f} ms, behind what waits before it; {limit} is less"
-    return Refusal(Reject.DEADLINE, why)
+    return NotAdmitted(Reject.DEADLINE, why)
 
 
 def _shed(state: State, victim: Request) -> None:

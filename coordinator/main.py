@@ -13,7 +13,7 @@ from coordinator.accounting.ledger import Ledger, LedgerError
 from coordinator.accounting.quota import DAY_S
 from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.core import Core
-from coordinator.event_log.recorder import Recorder
+from coordinator.event_log.recorder import EventRecorder
 from coordinator.events import (
     Action,
     Configured,
@@ -66,9 +66,9 @@ class Coordinator:
         self.name = name = settings.name or f"coordinator-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
         self.core = Core(Limits(**{name: getattr(settings, name) for name in _LIMITS}))
-        self.recorder: Recorder | None = None
+        self.recorder: EventRecorder | None = None
         if settings.event_log:
-            self.recorder = Recorder(self.core, settings.event_log, settings.event_log_max_mib << 20, name)
+            self.recorder = EventRecorder(self.core, settings.event_log, settings.event_log_max_mib << 20, name)
         self.stall_detector = StallDetector(FailureDetector(settings.heartbeat_ms, 0.0).limit_s)
         self.driver: CoreDriver[Event, Action] = CoreDriver(self, perform=self._perform, tick=Tick())
         self.observed = MetricsServer(settings.metrics)

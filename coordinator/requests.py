@@ -4,7 +4,7 @@ import msgspec
 
 from coordinator import admission
 from coordinator.accounting.billing import whole_of
-from coordinator.accounts import Refusal
+from coordinator.accounts import NotAdmitted
 from coordinator.events import Received, StateChanged
 from coordinator.recovery import processes
 from coordinator.state import State
@@ -81,7 +81,7 @@ def on_submit(state: State, incarnation: int, event: Received) -> None:
         return
     known = state.cluster.requests.get(submit.request_id)
     if known is not None and known.gateway_incarnation != incarnation:
-        _reject(state, incarnation, event, Refusal(Reject.DUPLICATE, "another gateway has a request of this id"))
+        _reject(state, incarnation, event, NotAdmitted(Reject.DUPLICATE, "another gateway has a request of this id"))
         return
     if known is not None and submit.attempt <= known.attempt:
         if submit.attempt == known.attempt:
@@ -119,11 +119,11 @@ def on_submit(state: State, incarnation: int, event: Received) -> None:
     state.note_state(request, "submitted")
 
 
-def _refusal(state: State, submit: Submit) -> Refusal | None:
+def _refusal(state: State, submit: Submit) -> NotAdmitted | None:
     if (submit.request_id, submit.attempt) in state.cluster.where:
-        return Refusal(Reject.DUPLICATE, "a worker is still busy with this very attempt")
+        return NotAdmitted(Reject.DUPLICATE, "a worker is still busy with this very attempt")
     if submit.attempt == 1 and submit.request_id in state.billing.bills:
-        return Refusal(Reject.DUPLICATE, "an earlier request of this id is not settled yet")
+        return NotAdmitted(Reject.DUPLICATE, "an earlier request of this id is not settled yet")
     return admission.cannot_serve(submit, state.cluster.pools.get(submit.model), state.limits, state.now)
 
 
@@ -138,7 +138,7 @@ def _new_request(state: State, incarnation: int, event: Received) -> Request:
     return request
 
 
-def _reserve_and_admit(state: State, request: Request) -> Refusal | None:
+def _reserve_and_admit(state: State, request: Request) -> NotAdmitted | None:
     refusal = state.accounts.reserve(request, state.now)
     if refusal is None and (refusal := admission.admit(state, request)) is not None:
         bill = state.billing.bills[request.id]
@@ -151,7 +151,7 @@ def _accept(state: State, request: Request) -> None:
     state.send(request.gateway_incarnation, Accepted(*request.key, rates))
 
 
-def _reject(state: State, incarnation: int, event: Received, refusal: Refusal) -> None:
+def _reject(state: State, incarnation: int, event: Received, refusal: NotAdmitted) -> None:
     submit, (reason, why, again_s) = event.message, refusal
     assert isinstance(submit, Submit)
     state.outcomes[RequestState.REJECTED] += 1

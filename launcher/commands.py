@@ -38,7 +38,7 @@ _BENCH: Final[Table] = {
     "serve": Command(
         "Send a server a realistic load, and say how well it was served.",
         "launcher.load.settings:ServeBenchSettings",
-        "launcher.bench.serve:run",
+        "launcher.bench.ratio:run",
     ),
     "agents": Command(
         "Conversations of several turns, like those of coding agents: how fast do their turns come back?",

@@ -28,7 +28,7 @@ _MISTAKES: Final = (FileNotFoundError, FileExistsError, IsADirectoryError, NotAD
 _END_BYTES: Final = 1024  # room kept for the last record
 
 
-class Recorder:
+class EventRecorder:
     """A core, with each event and a digest of its actions written to a file. Used on the event loop's thread."""
 
     def __init__(self, core: Core, path: str, bytes_max: int, process: str = "") -> None:

@@ -12,6 +12,7 @@ import uvloop
 from rich.console import Console
 
 from launcher import reports, tables
+from launcher.bench import serve
 from launcher.bench.serve import check_files, measure, started
 from launcher.load import plan, plot, records
 from launcher.load.records import RunFile
@@ -26,6 +27,8 @@ SERVED_SHARE: Final = 0.9  # of requests; a limit that fewer meet has failed, an
 
 
 def run(settings: ServeBenchSettings) -> int:
+    if len(settings.start) < 2:
+        return serve.run(settings)
     check_files(settings)
     plan.make_plan(settings, plan.tenants_of(settings), 0)  # a bad trace is told before minutes are spent
     console = reports.console_for(settings)

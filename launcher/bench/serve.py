@@ -51,10 +51,6 @@ class BenchSite:
 
 
 def run(settings: ServeBenchSettings) -> int:
-    if len(settings.start) > 1:
-        from launcher.bench import ratio
-
-        return ratio.run(settings)
     tenants = tenants_of(settings)
     check_files(settings)
     console = reports.console_for(settings)

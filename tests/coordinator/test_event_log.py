@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.core import Core
 from coordinator.event_log import recorder
-from coordinator.event_log.recorder import Recorder
+from coordinator.event_log.recorder import EventRecorder
 from coordinator.event_log.replay import Replay
 from coordinator.events import PeerDown, PeerUp, Received
 from proto.codec import pack_tokens
@@ -26,8 +26,8 @@ def in_loop(body: Callable[[], object]) -> None:
     asyncio.run(run())
 
 
-def record(path: Path, events: int = 50, *, bytes_max: int = 1 << 20, reason: str = "stopped") -> Recorder:
-    core = Recorder(Core(), str(path), bytes_max, "coordinator-1")
+def record(path: Path, events: int = 50, *, bytes_max: int = 1 << 20, reason: str = "stopped") -> EventRecorder:
+    core = EventRecorder(Core(), str(path), bytes_max, "coordinator-1")
     core.open()
     core.handle(PeerUp(1, gateway_hello(1)), 1.0)
     for number in range(events):
@@ -60,7 +60,7 @@ def test_events_reach_disk_before_close(tmp_path: Path, monkeypatch: pytest.Monk
     path = tmp_path / "event_log"
 
     async def run() -> None:
-        core = Recorder(Core(), str(path), 1 << 20)
+        core = EventRecorder(Core(), str(path), 1 << 20)
         core.open()
         for number in range(3):
             core.handle(PeerDown(number, "x" * 100), 1.0 + number)
@@ -80,7 +80,7 @@ def test_large_buffers_keep_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = tmp_path / "event_log"
 
     async def run() -> None:
-        core = Recorder(Core(), str(path), 10 << 20)
+        core = EventRecorder(Core(), str(path), 10 << 20)
         core.open()
         for number in range(500):
             core.handle(PeerDown(number, "x" * (number % 90)), 1.0 + number)
@@ -95,7 +95,7 @@ def test_large_buffers_keep_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_log_stops_at_its_size(tmp_path: Path) -> None:
     """The log stops at its size limit with a last word, and serving goes on."""
     path = tmp_path / "event_log"
-    cores: list[Recorder] = []
+    cores: list[EventRecorder] = []
     in_loop(lambda: cores.append(record(path, 200, bytes_max=8 << 10)))
     assert path.stat().st_size <= 8 << 10
     replay = read(path)
@@ -127,7 +127,7 @@ def test_log_in_use_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "event_log"
 
     def two() -> None:
-        core = Recorder(Core(), str(path), 1 << 20)
+        core = EventRecorder(Core(), str(path), 1 << 20)
         core.open()
         with pytest.raises(FileExistsError, match="another coordinator"):
             record(path)
@@ -142,7 +142,7 @@ def test_concurrent_starts_share_no_file(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "event_log"
 
     def two() -> None:
-        first, second = (Recorder(Core(), str(path), 1 << 20, name) for name in ("first", "second"))
+        first, second = (EventRecorder(Core(), str(path), 1 << 20, name) for name in ("first", "second"))
         keep_earlier = recorder._keep_earlier
 
         def look_then_be_overtaken(each: Path) -> None:
@@ -223,7 +223,7 @@ def test_full_disk_later_ends_recording(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("coordinator.event_log.recorder.os.write", write)
 
     async def run() -> None:
-        core = Recorder(Core(), str(path), 1 << 20)
+        core = EventRecorder(Core(), str(path), 1 << 20)
         core.open()
         number = 0
         while core.recording:
@@ -248,7 +248,7 @@ def test_failing_core_leaves_last_event(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("coordinator.core.processes.on_down", broken)
 
     async def run() -> None:
-        core = Recorder(Core(), str(path), 1 << 20)
+        core = EventRecorder(Core(), str(path), 1 << 20)
         core.open()
         with pytest.raises(AssertionError, match="planted"):
             core.handle(PeerDown(1, "x"), 1.0)

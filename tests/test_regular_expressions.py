@@ -157,7 +157,7 @@ def test_known_expressions_are_found() -> None:
     found = {name for names in patterns().values() for name in names}
     assert {
         "gateway.structured.user_grammar",
-        "gateway.http.renamed",
+        "gateway.http.errors",
         "runtime.grammar.compiler",
         "runtime.link.keys",
     } <= found

@@ -23,7 +23,6 @@ class AgentsSettings(ServerSettings):
         "Server": "url start api_key model device",
         "Sessions": "sessions turns system_tokens new_tokens output_tokens think_s seed",
         "Trace": "trace scale_tokens",
-        "Requests": "ignore_eos token_ids",
         "Tenants": "tenant",
         "What counts as good": "slo_ttft_ms slo_tpot_ms slo_itl_ms",
         "Output": "as_json",

@@ -62,9 +62,7 @@ class WorkerSettings(ClientSettings):
         description="Python that has vLLM, for --engine vllm. Empty: this one if it has it, else that of the vllm command.",
     )
     vllm_args: str = Field(
-        "",
-        max_length=4096,
-        description='Options of vLLM itself, as vllm serve takes them, like "--quantization fp8 --enforce-eager".',
+        "", max_length=4096, description="Options of vLLM itself, as vllm serve takes them, in quotes."
     )
     threads: int = Field(
         1,

@@ -9,7 +9,7 @@
 At most eight workers of each side are compared: see `candidates`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from math import inf
 from typing import NamedTuple
@@ -60,6 +60,18 @@ class Side(NamedTuple):
     expected_s: tuple[float, float] = (0.0, 0.0)  # on a decode worker: the time there, and elsewhere
 
 
+class _Cached(dict[Worker, int]):
+    """How many of a prompt's tokens each worker is believed to have, looked up once."""
+
+    def __init__(self, submit: Submit, pool: Pool) -> None:
+        super().__init__()
+        self.submit, self._pool = submit, pool
+
+    def __missing__(self, worker: Worker) -> int:
+        found = self[worker] = self._pool.cached_tokens(self.submit, worker)
+        return found
+
+
 # --- who computes the prompt --------------------------------------------------------------------------------------------
 
 
@@ -73,21 +85,21 @@ def best_side(
 ) -> Side | None:
     """The worker that is to compute a prompt; None: the request waits for a turn. `own`: the worker that asks, which has the
     least to do; None: the request has just come. `bound_to`: the worker for which it waits."""
-    submit = request.submit
-    decode = _decode_sides(request, pool, queue, now)
+    cached = _Cached(request.submit, pool)
+    decode = _decode_sides(request, cached, pool, queue, now)
     if own is None and not decode:
         return None
-    workers = _prefill_workers(request, own, bound_to, pool, now)
+    workers = _prefill_workers(request, own, bound_to, cached, pool, now)
     if own is not None and not decode and len(workers) == 1:
         return Side(own)
     nearest = min(decode, key=lambda found: found[0].cost_s, default=None)
     partners = [None] if nearest is None else [nearest[1], pool.candidates.least_full() or nearest[1]]
-    cached = {worker: pool.cached_tokens(submit, worker) for worker in workers}
+    most = max((cached[worker] for worker in workers), default=0)
     waiting = pool.bindings.kept_waiting(own, len(queue)) if own is not None else 0.0
 
     def cheapest(worker: PrefillWorker) -> Side:
         turns = pool.bindings.kept_waiting(worker, len(queue) - 1) if own is None else 0.0
-        sides = (_prefill_side(request, worker, one, cached, waiting, turns, pool, now) for one in partners)
+        sides = (_prefill_side(request, worker, one, cached, most, waiting, turns, pool, now) for one in partners)
         return min(sides, key=lambda side: side.cost_s)
 
     sides = [cheapest(worker) for worker in workers]
@@ -101,13 +113,13 @@ def best_side(
     best = min(sides, key=lambda side: side.cost_s / (1 if side is ours or side.worker in has_more else FASTER))
     if best is ours or best.worker not in has_more:
         return best
-    prefix = last_block(submit, pool.cached_tokens(submit, best.worker))
+    prefix = last_block(request.submit, cached[best.worker])
     is_due = ours.cost_s - pool.waits.of(prefix, own.kv_tokens, now) <= best.cost_s
     return ours._replace(copied=prefix) if is_due else best
 
 
 def _prefill_workers(
-    request: Request, own: PrefillWorker | None, bound_to: Worker | None, pool: Pool, now: float
+    request: Request, own: PrefillWorker | None, bound_to: Worker | None, cached: _Cached, pool: Pool, now: float
 ) -> list[PrefillWorker]:
     """The prefill workers that are compared, our own first: those that have more of the prompt or are clearly faster, or all
     where the request is likely to fail on ours."""
@@ -118,10 +130,10 @@ def _prefill_workers(
         return [worker for worker in found if not worker.draining and worker.could_ever_take(submit)]
     if isinstance(bound_to, PrefillWorker):
         found[bound_to] = None
-    here, is_unsafe = pool.cached_tokens(submit, own), _is_unsafe(request, own, pool, now)
+    here, is_unsafe = cached[own], _is_unsafe(request, own, pool, now)
 
     def may_be_better(worker: PrefillWorker) -> bool:
-        if pool.cached_tokens(submit, worker) > here:
+        if cached[worker] > here:
             return True
         return is_unsafe or worker is bound_to or (not here and _is_faster(worker, own))
 
@@ -145,19 +157,20 @@ def _prefill_side(
     request: Request,
     worker: PrefillWorker,
     decode: DecodeWorker | None,
-    cached: Mapping[PrefillWorker, int],
+    cached: _Cached,
+    most: int,
     waiting: float,
     turns: float,
     pool: Pool,
     now: float,
 ) -> Side:
-    """`decode`: the other side of the pair, where what it has may decide; `cached`: prompt tokens that each prefill worker has;
+    """`decode`: the other side of the pair, where what it has may decide; `most`: prompt tokens that one prefill worker has;
     `waiting`: requests that wait longer if this one computes longer; `turns`: requests that come before it here, all taken
     to be like it."""
     submit, weights, rate = request.submit, pool.weights, pool.rate(worker)
-    begins = beginning(submit, worker, decode, pool, now) if decode is not None else Beginning(cached[worker])
+    begins = beginning(cached, worker, decode, pool, now) if decode is not None else Beginning(cached[worker])
     before = worker.tokens_before - worker.undispatched.get(request.id, 0)
-    uncached, wasted = submit.prompt_tokens - begins.tokens, max(max(cached.values()) - begins.tokens, 0)
+    uncached, wasted = submit.prompt_tokens - begins.tokens, max(most - begins.tokens, 0)
     fullness = 1 - worker.free_blocks / worker.capacity.kv_blocks
     cost_s = prefill_s(before, uncached, wasted, rate, fullness, weights, waiting)
     cost_s += weights.trouble_s * pool.failure_rate(worker) + weights.unsafe_s * _is_unsafe(request, worker, pool, now)
@@ -168,7 +181,9 @@ def _prefill_side(
     return Side(worker, cost_s)
 
 
-def _decode_sides(request: Request, pool: Pool, queue: WaitQueue, now: float) -> list[tuple[Side, DecodeWorker]]:
+def _decode_sides(
+    request: Request, cached: _Cached, pool: Pool, queue: WaitQueue, now: float
+) -> list[tuple[Side, DecodeWorker]]:
     """The decode workers that may compute the prompt. It needs no prompt log-probabilities, has no room kept elsewhere, and is
     not suspected of ending workers."""
     submit, found = request.submit, list[tuple[Side, DecodeWorker]]()
@@ -176,9 +191,9 @@ def _decode_sides(request: Request, pool: Pool, queue: WaitQueue, now: float) ->
     if not (is_usual and submit.block_hashes) or request.id in pool.retained or pool.room_for_large.request is request:
         return found
     for worker in pool.candidates.decode_holders(submit):
-        if may_compute(worker, request, pool, now):
+        if 2 * cached[worker] >= submit.prompt_tokens and may_compute(worker, request, pool, now):
             before = worker.tokens_before - worker.undispatched.get(request.id, 0)
-            done_s = (before + submit.prompt_tokens - pool.cached_tokens(submit, worker)) / pool.rate(worker)
+            done_s = (before + submit.prompt_tokens - cached[worker]) / pool.rate(worker)
             found.append((Side(worker, done_s + pool.weights.load_s * worker.fullness), worker))
     return [] if found and waits_behind(request, pool, queue) else found
 
@@ -218,7 +233,9 @@ def pair(request: Request, prefill: PrefillWorker, pool: Pool, now: float) -> Wo
     short = pool.short_targets()
     found = [w for w in pool.decode_candidates(request, prefill, now) if pool.decode_fits(w, request, short)]
     decode = _best_decode(request, prefill, found, pool, now) if len(found) > 1 else next(iter(found), None)
-    return WorkerPair(prefill, decode, beginning(submit, prefill, decode, pool, now)) if decode is not None else None
+    if decode is None:
+        return None
+    return WorkerPair(prefill, decode, beginning(_Cached(submit, pool), prefill, decode, pool, now))
 
 
 def any_pair(request: Request, pool: Pool, now: float) -> WorkerPair | None:
@@ -227,8 +244,9 @@ def any_pair(request: Request, pool: Pool, now: float) -> WorkerPair | None:
     submit = request.submit
     workers = dict.fromkeys(pool.candidates.prefill_holders(submit))
     workers.update((pool.prefill[incarnation], None) for incarnation in islice(pool.wakeups.idle, EXAMINED_MAX))
-    cached = {worker: pool.cached_tokens(submit, worker) for worker in workers}
-    cost_s = {worker: _prefill_side(request, worker, None, cached, 0.0, 0.0, pool, now).cost_s for worker in workers}
+    cached = _Cached(submit, pool)
+    most = max((cached[worker] for worker in workers), default=0)
+    cost_s = {w: _prefill_side(request, w, None, cached, most, 0.0, 0.0, pool, now).cost_s for w in workers}
     in_order = sorted(workers, key=lambda worker: (cost_s[worker], worker.incarnation))
     return next(filter(None, (pair(request, worker, pool, now) for worker in in_order)), None)
 
@@ -275,17 +293,17 @@ def hand_over_s(submit: Submit, prefill: Worker, decode: DecodeWorker, pool: Poo
     return max(cost_s - pool.hand_overs.credit_s(decode.incarnation, now), 0.0)
 
 
-def beginning(submit: Submit, prefill: PrefillWorker, decode: DecodeWorker, pool: Pool, now: float) -> Beginning:
+def beginning(cached: _Cached, prefill: PrefillWorker, decode: DecodeWorker, pool: Pool, now: float) -> Beginning:
     """Returns the beginning of a prompt that need not be computed if these two workers serve it: what the prefill worker has,
     and what else the decode worker has if fetching it takes less time than computing it."""
-    here, one, other = pool.cached_tokens(submit, prefill), prefill.capacity, decode.capacity
+    here, one, other = cached[prefill], prefill.capacity, decode.capacity
     if not (one.fetches and other.fetches) or one.block_size != other.block_size or decode.is_same_process(prefill):
         return Beginning(here)
-    there = pool.cached_tokens(submit, decode)
+    there = cached[decode]
     if there <= here or now < prefill.fetch_paused_until.get(decode.incarnation, now):
         return Beginning(here)
     remote_s = pool.weights.remote_s * (prefill.hello.host != decode.hello.host)
-    guess_s = _HOPE * (pool.weights.transfer_s + remote_s) / submit.hash_block_size
+    guess_s = _HOPE * (pool.weights.transfer_s + remote_s) / cached.submit.hash_block_size
     fetch_s = ROUND_TRIP_S + (there - here) * (prefill.fetch_token_s or guess_s)
     compute_s = (there - here) / pool.rate(prefill)
     return Beginning(there, there - here, fetch_s, compute_s) if fetch_s < compute_s else Beginning(here)

@@ -245,7 +245,7 @@ class Pool:
         return any(not decode.draining and self.may_pair(prefill, decode, now) for decode in self.decode.values())
 
     def decode_candidates(self, request: Request, prefill: Worker, now: float) -> list[DecodeWorker]:
-        """Decode workers to which this prefill worker may send: the one that keeps room for the request, those that run no
+        """Decode workers to which this prefill worker may send: the one that keeps the request's blocks, those that run no
         other suspect for a suspect, else a few. Not one that is closed to all requests but another."""
         large = self.room_for_large
 
@@ -255,10 +255,12 @@ class Pool:
 
         if self.trials.concern(request, now):
             return [decode for decode in self.trials.free() if takes(decode)]
-        keeps = self.decode.get(large.decode) if request is large.request else self.keeps_room(request)
+        keeps = self.keeps_room(request)
         if keeps is not None and takes(keeps):
             return [keeps]
-        return self.candidates.decode(request, takes)
+        found = self.candidates.decode(request, takes)
+        kept = self.decode.get(large.decode) if request is large.request else None
+        return found if kept is None or kept in found or not takes(kept) else [*found, kept]
 
     def keeps_room(self, request: Request) -> DecodeWorker | None:
         """The decode worker that keeps the blocks of the request's last attempt, and has released that attempt."""

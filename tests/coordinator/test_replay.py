@@ -194,7 +194,7 @@ def test_event_log_has_event_of_failure(monkeypatch: pytest.MonkeyPatch) -> None
         raise AssertionError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr("coordinator.core.members.down", broken)
+        patch.setattr("coordinator.core.processes.on_down", broken)
         with pytest.raises(AssertionError, match="planted"):
             h.post(PeerDown(10, "gone"))
         again = replay(as_logged(h.core).event_log())

@@ -2,12 +2,13 @@
 
 import math
 import random
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from engine.sampling.sampler import SamplerState, sample
@@ -93,7 +94,10 @@ def test_every_option_matches_the_twin(options: dict[str, Any], seed: int, choic
     state = state_of(output, prompt, choice, **options)
     [drawn] = sample(logits[None], [state])
     apply_penalties = twin_adjusted(logits.tolist(), prompt, output, state.sampling)
-    expected = twin_draw(twin_probabilities(apply_penalties, state.sampling), state.uniform())
+    probabilities = twin_probabilities(apply_penalties, state.sampling)
+    # At the very edge between two tokens rounding decides, and the twin computes in double precision.
+    assume(all(abs(edge - state.uniform()) > 1e-6 for edge in accumulate(probabilities)))
+    expected = twin_draw(probabilities, state.uniform())
     assert drawn.token == expected
     if state.sampling.logprobs < 0:
         assert drawn.logprobs is None

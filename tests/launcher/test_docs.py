@@ -169,7 +169,10 @@ def test_options_in_prose_exist() -> None:
         prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", prose)) - {
             "--roles",
-            "--max-model-len",  # of vLLM, as are the next two
+            "--max-model-len",  # of vLLM, as are the next five
+            "--disable-hybrid-kv-cache-manager",
+            "--gpu-memory-utilization",
+            "--tensor-parallel-size",
             "--max-num-batched-tokens",
             "--max-num-seqs",
             "--faults",  # of scripts/chaos and scripts/simulate, as is the next

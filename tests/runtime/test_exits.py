@@ -75,7 +75,7 @@ def test_signal_during_load_ends_worker() -> None:
             print("loading", flush=True)
             threading.Event().wait()
 
-        process.load_engine = load
+        process._load_own = load
         leave(process.run_worker(WorkerSettings(role="decode", model="m", log_format="json")))
     """)
     assert process.stdout is not None and process.stdout.readline() == "loading\n"

@@ -1,6 +1,7 @@
 """Threads that tokenize, and the fair queue in front of them. Used on the event loop's thread only."""
 
 import asyncio
+import ctypes
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -9,6 +10,10 @@ from typing import Any, Final, TypeVar
 from gateway.shares import LARGE_BYTES, JobQueue, QueuedJob
 
 THREADS: Final = 3  # Large jobs may take all but one
+
+_TRIMMED_BYTES: Final = 1 << 20  # after jobs of so many bytes
+_TRIM_AFTER_S: Final = 2.0
+_malloc_trim: Callable[[int], int] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)  # of glibc alone
 
 R = TypeVar("R")
 
@@ -23,6 +28,7 @@ class TokenizerThreads:
         self._queue: JobQueue[tuple[Callable[[], Any], asyncio.Future[Any]]] = JobQueue()
         self._running = 0
         self._running_large = 0
+        self._trim: asyncio.TimerHandle | None = None
 
     async def run(self, tenant: str, size_bytes: int, work: Callable[[], R]) -> R:
         """The result of `work`, run on a thread when it is the tenant's turn."""
@@ -39,6 +45,8 @@ class TokenizerThreads:
 
     def shutdown(self) -> None:
         """Jobs that have not begun are dropped."""
+        if self._trim is not None:
+            self._trim.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _start_jobs(self) -> None:
@@ -54,6 +62,8 @@ class TokenizerThreads:
     def _ended(self, job: QueuedJob[tuple[Callable[[], Any], asyncio.Future[Any]]], done: asyncio.Future[Any]) -> None:
         self._running -= 1
         self._running_large -= job.cost >= LARGE_BYTES
+        if job.cost >= _TRIMMED_BYTES and self._trim is None:
+            self._trim = asyncio.get_running_loop().call_later(_TRIM_AFTER_S, self._give_memory_back)
         future = job.work[1]
         if done.cancelled():
             future.cancel()
@@ -66,3 +76,8 @@ class TokenizerThreads:
         else:
             future.set_result(done.result())
         self._start_jobs()
+
+    def _give_memory_back(self) -> None:
+        """glibc keeps what large texts have freed: a hundred megabytes or more for each thread."""
+        self._trim = None
+        self._pool.submit(_malloc_trim, 0)

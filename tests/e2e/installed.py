@@ -150,7 +150,9 @@ def running(command: Sequence[str | Path], home: Path) -> Iterator[None]:
 
 
 def _environment(home: Path) -> dict[str, str]:
-    return {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home), "COLUMNS": "200", **_QUIET}
+    short = home.parent / "t"  # sockets in it have names of a hundred characters at most
+    short.mkdir(exist_ok=True)
+    return {"PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(short), "COLUMNS": "200", **_QUIET}
 
 
 def _is_there(folder: Path, packages: Sequence[str]) -> bool:

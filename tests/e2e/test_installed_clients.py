@@ -265,8 +265,9 @@ def test_aiperf_measures(small: Live, desk: Desk, kind: str) -> None:
         "--isl", str(LENGTHS["prompt"]), "--osl", str(LENGTHS["answer"]), "--extra-inputs", "ignore_eos:true",
         "--ui", "none", "--artifact-dir", desk.home / "out",
     )  # fmt: skip
-    (result,) = (desk.home / "out").rglob("profile_export_aiperf.json")
-    found = json.loads(result.read_text())
+    results = list((desk.home / "out").rglob("profile_export_aiperf.json"))
+    assert len(results) == 1, said
+    found = json.loads(results[0].read_text())
     assert found["request_count"]["avg"] == ASKED, said
     assert not found.get("error_summary")
     assert list((desk.home / "out").rglob("server_metrics_export*")), said

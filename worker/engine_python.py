@@ -2,10 +2,12 @@
 lives in an environment of its own, often a container's, which needs only `structlog` and `xxhash` beside it.
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -38,7 +40,7 @@ def enter(settings: WorkerSettings) -> None:
     if os.environ.get(_ENTERED) == python:
         return
     check(python)
-    os.environ |= {_ENTERED: python, "PYTHONPATH": str(_packages_alone())}
+    os.environ |= {_ENTERED: python, "PYTHONPATH": str(packages_alone(_ROOT))}
     try:
         os.execv(python, [python, *sys.orig_argv[1:]])
     except OSError as error:
@@ -80,14 +82,19 @@ def python_of_vllm() -> str:
     return python
 
 
-def _packages_alone() -> Path:
-    """A folder with our packages and nothing else. Installed, they lie beside all that they were installed with."""
-    if _ROOT.name != "site-packages":
-        return _ROOT
-    folder = _ROOT / "crossdock.packages"
-    folder.mkdir(exist_ok=True)
-    for name in PACKAGES:
-        link = folder / name
-        if not link.is_symlink():
-            link.symlink_to(Path("..") / name)
+def packages_alone(root: Path) -> Path:
+    """A folder with our packages and nothing else: installed in `root`, they lie beside all that they were installed with.
+    Raises `ConfigError`."""
+    if (root / "pyproject.toml").is_file():
+        return root  # a checkout
+    import platformdirs  # not in the other Python, which has no need of it
+
+    folder = platformdirs.user_cache_path("crossdock") / "packages" / sha256(bytes(root)).hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in PACKAGES:
+            with contextlib.suppress(FileExistsError):  # workers start at the same time
+                (folder / name).symlink_to(root / name)
+    except OSError as error:
+        raise ConfigError(f"--engine vllm: {folder} cannot be made: {error.strerror}") from None
     return folder

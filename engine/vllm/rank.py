@@ -51,7 +51,8 @@ def run_rank(descriptor: int, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 says when to end
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal and systemd send them to all processes of a worker
+        signal.signal(number, signal.SIG_IGN)  # while it drains, all ranks compute; they end with it
     source = socket.socket(fileno=descriptor)
     order = msgspec.json.decode(receive(source), type=StartOrder)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -48,6 +48,17 @@ def test_command_vllm_names_its_python(tmp_path: Path, monkeypatch: pytest.Monke
     assert engine_python.python_of_vllm() == python
 
 
+def test_installed_packages_are_shown_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other Python sees our packages, and not what was installed beside them. Two workers may start at once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name in (*engine_python.PACKAGES, "torch"):
+        (tmp_path / "installed" / name).mkdir(parents=True)
+    shown = engine_python.packages_alone(tmp_path / "installed")
+    assert engine_python.packages_alone(tmp_path / "installed") == shown
+    assert sorted(path.name for path in shown.iterdir()) == sorted(engine_python.PACKAGES)
+    assert (shown / "worker").resolve() == tmp_path / "installed" / "worker"
+
+
 def test_own_engine_stays_here(tmp_path: Path) -> None:
     """A worker with crossdock's engine looks for no other Python."""
     engine_python.enter(WorkerSettings(role="decode", model=str(tmp_path), coordinator="tcp://127.0.0.1:1"))

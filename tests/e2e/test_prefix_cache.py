@@ -75,7 +75,9 @@ def test_cached_prefix_changes_no_token(model_path: Path, tmp_path: Path) -> Non
             assert ask(up, asked[name]) == ([expected[name]], cached)
         assert ask(up, asked["first"], **seeded) == (drawn, 224)
         turn = [*asked["first"], *expected["first"], 7, 8, 9]
-        assert ask(up, turn) == ([generate(model, turn, NEW_TOKENS)], (237 + NEW_TOKENS - 1) // BLOCK * BLOCK)
+        answers, cached = ask(up, turn)
+        assert answers == [generate(model, turn, NEW_TOKENS)]
+        assert cached in (224, (237 + NEW_TOKENS - 1) // BLOCK * BLOCK), "the prefill worker may be the faster one"
         assert up.wait_idle().counters["suffixes_on_decode"] >= 1, "the second at least, when both workers are as fast"
     assert warm_bytes == (4 + 0 + 1) * BLOCK_BYTES, "decode gets only what it lacks"
 

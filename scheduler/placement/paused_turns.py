@@ -86,5 +86,6 @@ def _resume(request: Request, pool: Pool, queue: WaitQueue, now: float) -> None:
 
 
 def _pause_s(request: Request, pool: Pool) -> float:
-    """How long the next turn is paused after this one has resumed."""
-    return request.submit.prompt_tokens / (SHARE * pool.tokens_per_s())
+    """How long the next turn is paused after this one has resumed; 0 while no prefill worker's rate is known."""
+    rate = pool.tokens_per_s()
+    return request.submit.prompt_tokens / (SHARE * rate) if rate else 0.0

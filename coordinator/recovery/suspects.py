@@ -192,6 +192,9 @@ def clear_emitted(state: State, worker: Worker) -> None:
 
 def _clear(state: State, request: Request) -> None:
     request.suspicion = None
-    pool = state.cluster.pools[request.submit.model]
+    pool, queue = state.cluster.pools[request.submit.model], state.cluster.queues[request.submit.model]
     pool.suspects.pop(request.id, None)
+    if request.id in pool.trials.waiting and request.entry is not None:
+        queue.unsettle(request)
+        pool.wakeups.request_came()
     pool.end_trial(request)

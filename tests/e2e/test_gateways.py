@@ -64,7 +64,8 @@ def test_wait_for_coordinator_is_limited(up: Live) -> None:
     """A request is answered with 503 and Retry-After if the coordinator stays away."""
     up.wait_for("all are there", lambda: registered(up))
     body = {"model": up.model_id, "prompt": "x", "max_tokens": 2}
-    stopped = (psutil.Process(up.process.pid), up.one("coordinator"))  # a supervisor that runs would start a new coordinator
+    # A supervisor that runs would start a new coordinator.
+    stopped = (psutil.Process(up.process.pid), up.one("coordinator"))
     for process in stopped:
         process.send_signal(signal.SIGSTOP)
     try:

@@ -1,17 +1,22 @@
-"""`crossdock cluster check`: shows the processes and options that a `cluster.toml` leads to, host by host."""
+"""`crossdock cluster check`: shows the processes and options that a `cluster.toml` leads to, host by host. It finds out whether
+hosts have the GPUs that the file names."""
 
+import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
 from launcher import tables
 from launcher.cluster.file import ClusterError, ClusterFile, incomplete, travels
+from launcher.cluster.hosts import HostSite
 from launcher.cluster.plan import PlannedProcess, check
 from launcher.cluster.settings import ClusterCheckSettings
 from launcher.cluster.up import read_file
 from runtime.settings.cores import cores_text
 from runtime.settings.options import SettingsError
 from runtime.settings.types import ENV_PREFIX
+
+_LIST_S = 30.0
 
 
 def run(settings: ClusterCheckSettings) -> int:
@@ -22,6 +27,7 @@ def run(settings: ClusterCheckSettings) -> int:
     except ClusterError as error:
         raise SettingsError("\n".join(f"{settings.cluster_file}: {line}" for line in str(error).splitlines())) from None
     keys_note = _look_for_keys(settings.cluster_file, file)
+    missing, notes = _look_for_gpus(HostSite(Path(settings.cluster_file).expanduser(), file, settings.local))
     console = tables.console()
     for host, plan in plans.items():
         _table(f"{host} ({file.hosts[host].address})", plan.processes).show(console)
@@ -29,8 +35,10 @@ def run(settings: ClusterCheckSettings) -> int:
             console.print(f"note: {plan.note}", markup=False, highlight=False)
     if keys_note:
         console.print(f"note: {keys_note}", markup=False, highlight=False, soft_wrap=True)
-    for line in incomplete(file):
-        console.print(f"note: {line}; it cannot serve yet", markup=False, highlight=False)
+    for line in [*notes, *(f"{line}; it cannot serve yet" for line in incomplete(file))]:
+        console.print(f"note: {line}", markup=False, highlight=False, soft_wrap=True)
+    if missing:
+        raise SettingsError("\n".join(f"{settings.cluster_file}: {line}" for line in missing))
     return 0
 
 
@@ -40,6 +48,31 @@ def _table(title: str, processes: Iterable[PlannedProcess]) -> tables.Table:
         for number, line in enumerate(_words(process)):
             table.row("" if number else process.name, line)
     return table
+
+
+def _look_for_gpus(site: HostSite) -> tuple[list[str], list[str]]:
+    """Returns a line for each host that lacks GPUs which the file names, and notes about the other hosts with GPUs."""
+    missing, notes = list[str](), list[str]()
+    asked = {name: "nvidia-smi -L" for name, host in site.file.hosts.items() if host.gpus}
+    for answer in sorted(site.run_all(asked, timeout_s=_LIST_S), key=lambda one: list(asked).index(one.host)):
+        where = f"[hosts.{answer.host}] gpus:"
+        last = answer.output.splitlines()[-1:] or ["no answer"]
+        if answer.status == 255:  # of ssh
+            notes.append(f"{where} not counted: {last[0]}")
+        elif answer.status:
+            missing.append(f"{where} nvidia-smi -L fails there: {last[0]}")
+        else:
+            there = re.findall(r"^GPU (\d+):", answer.output, re.MULTILINE)
+            uuids = re.findall(r"\(UUID: ([^)]+)\)", answer.output)
+            wanted = dict.fromkeys(gpu for own in site.host(answer.host).gpus for gpu in own.split(","))
+            # CUDA takes the beginning of a name.
+            absent = [gpu for gpu in wanted if gpu not in there and not any(one.startswith(gpu) for one in uuids)]
+            line = f"{where} the host has {len(there)}"
+            if absent:
+                missing.append(f"{line}, and not {', '.join(absent)}")
+            else:
+                notes.append(line)
+    return missing, notes
 
 
 def _look_for_keys(path: str, file: ClusterFile) -> str:

@@ -8,7 +8,7 @@
     coordinator = true
     gateways = 1
     workers = "1P2D"                # one prefill worker, two decode workers; "2M" would be two that do both phases
-    gpus = [0, 1, 2]                # one for each worker, prefill first, mixed last
+    gpus = [0, 1, 2]                # one for each worker, prefill first, mixed last; [2, 3] in place of one: both
 
     [decode]                        # options of a role, everywhere; of one host in [hosts.NAME.decode]
     kv_gib = 40.0
@@ -19,6 +19,7 @@
 import ipaddress
 import re
 import tomllib
+from collections import Counter
 from pathlib import PurePath
 from typing import Annotated, Any, Final
 
@@ -80,14 +81,15 @@ def _parse_ratio(value: Any) -> Ratio:
     return Ratio(*counts)
 
 
-def _parse_gpu(value: Any) -> str:
-    text = str(value)
-    if isinstance(value, bool) or not _GPU.match(text):
-        raise ValueError("is not the number of a GPU, nor a name like GPU-… or MIG-…")
-    return text
+def _parse_gpus(value: Any) -> str:
+    """Returns the GPUs of one worker in the form of CUDA_VISIBLE_DEVICES."""
+    each = [str(one) for one in value] if isinstance(value, list) else [str(value)]
+    if wrong := [one for one in each or [""] if not _GPU.match(one)]:
+        raise ValueError(f"has {wrong[0]!r}, which is not the number of a GPU, nor a name like GPU-… or MIG-…")
+    return ",".join(each)
 
 
-Gpu = Annotated[str, BeforeValidator(_parse_gpu)]
+Gpus = Annotated[str, BeforeValidator(_parse_gpus)]
 Name = Annotated[str, Field(pattern=NAME, max_length=32)]
 Text = Annotated[str, Field(max_length=512)]
 Port = Annotated[int, Field(ge=0, le=65_000)]
@@ -121,7 +123,7 @@ class Host(_Table):
     coordinator: bool = False
     gateways: Annotated[int, Field(ge=0, le=64)] = 0
     workers: Annotated[Ratio, BeforeValidator(_parse_ratio)] = Ratio(0, 0)
-    gpus: list[Gpu] = []  # one for each worker, prefill first and mixed last; empty: CPU
+    gpus: list[Gpus] = []  # those of each worker, prefill first and mixed last; empty: CPU
     cores: Annotated[str, AfterValidator(_check_cores)] = ""  # for workers on the CPU; empty: nothing is pinned
     threads: Annotated[int, Field(ge=0, le=1024)] = 0  # of each worker; 0: as many as its cores, or 1
     gateway: RoleOptions = {}
@@ -266,9 +268,13 @@ def _hosts(file: ClusterFile) -> list[str]:
         workers = host.workers.total
         if host.gpus and len(host.gpus) != workers:
             found.append(
-                f"[hosts.{name}] gpus: {len(host.gpus)} for {workers} workers; name one for each, and one that is shared"
-                " more than once"
+                f"[hosts.{name}] gpus: {len(host.gpus)} for {workers} workers; name one for each, or a list like [0, 1] for one"
+                " that has several, and one that is shared more than once"
             )
+        claims = Counter(gpu for own in host.gpus for gpu in own.split(","))
+        claimed = [gpu for own in host.gpus if "," in own for gpu in own.split(",") if claims[gpu] > 1]
+        if claimed:
+            found.append(f"[hosts.{name}] gpus: {claimed[0]} is named twice; a worker with several GPUs shares none")
         if host.gpus and host.cores:
             found.append(f"[hosts.{name}] cores: only for workers on the CPU, and these are on gpus")
         if not is_ip(host.listens_on):

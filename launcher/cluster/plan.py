@@ -40,6 +40,7 @@ _DECIDED: Final = frozenset(
 """Options that follow from the rest of the file."""
 SECRETS: Final = frozenset({"api_keys"})  # passed in the environment, since all users of a host see flags
 _PORT_MAX: Final = 65_535
+_RANKS: Final = re.compile(r"(?:--tensor[-_]parallel[-_]size|-tp)[ =]+(\d+)")
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,13 @@ def _worker(
     settings = _settings(file, host, role, decided, defaults)
     pinned = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpu} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
     assert isinstance(settings, WorkerSettings)
+    asked = _RANKS.findall(settings.vllm_args) if settings.engine == "vllm" else []
+    has, uses = gpu.count(",") + 1, int(asked[-1]) if asked else 1
+    if gpu and has != uses:
+        raise ClusterError(
+            f'[hosts.{host}] gpus: {role}-{index} has {has} and uses {uses}; with engine = "vllm",'
+            " --tensor-parallel-size in vllm_args says how many"
+        )
     cores = tuple(sorted({*control, *seat.cores})) if seat.cores else ()
     return PlannedProcess(role, index, settings, pinned, cores, settings.threads)
 

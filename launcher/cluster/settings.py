@@ -81,13 +81,11 @@ class LaunchDownSettings(LaunchSettings):
     keep_logs: bool = Field(False, description="Keep the logs on the hosts.")
 
 
-class ClusterCheckSettings(Options):
+class ClusterCheckSettings(LaunchSettings):
     """Show every process that a cluster.toml describes, or its mistakes.
 
-    It prints hosts and options, starts nothing and contacts no host.
+    It prints hosts and options, and starts nothing. On hosts with gpus it counts them, by ssh with nvidia-smi -L.
     """
-
-    cluster_file: str = _ARGUMENT
 
 
 class UnitsSettings(Options):

@@ -231,6 +231,11 @@ def _options(process: PlannedProcess) -> str:
         path = getattr(settings, key, "")
         if path.startswith("~"):
             raise ClusterError(f"[{process.role}] {key}: {path} means another folder in a unit; write it out")
+    python = getattr(settings, "engine_python", "")
+    if python and (not python.startswith("/") or python.startswith((*_HIDDEN, *_ABSENT))):
+        raise ClusterError(
+            f"[{process.role}] engine_python: a unit does not see {python}; install vLLM elsewhere, as in /opt/vllm"
+        )
     chosen = {key: getattr(settings, key) for key in sorted(settings.model_fields_set) if key not in ("role", "keys")}
     values = {ENV_PREFIX + key.upper(): _text(value) for key, value in chosen.items() if key not in SECRETS}
     values |= {ENV_PREFIX + key.upper(): value for key, value in process.secrets().items()}

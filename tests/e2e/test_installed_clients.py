@@ -264,12 +264,15 @@ def test_aiperf_measures(small: Live, desk: Desk, kind: str) -> None:
         "--streaming", "--tokenizer", small.model, "--request-count", str(ASKED), "--concurrency", "2",
         "--isl", str(LENGTHS["prompt"]), "--osl", str(LENGTHS["answer"]), "--extra-inputs", "ignore_eos:true",
         "--ui", "none", "--artifact-dir", desk.home / "out",
+        HF_HUB_OFFLINE="", TRANSFORMERS_OFFLINE="",  # offline it knows names of the Hub's cache alone, and no folder
     )  # fmt: skip
     results = list((desk.home / "out").rglob("profile_export_aiperf.json"))
     assert len(results) == 1, said
     found = json.loads(results[0].read_text())
     assert found["request_count"]["avg"] == ASKED, said
     assert not found.get("error_summary")
+    assert found["total_usage_completion_tokens"]["avg"] == ASKED * LENGTHS["answer"]
+    assert found["time_to_first_token"]["min"] > 0.0
     assert list((desk.home / "out").rglob("server_metrics_export*")), said
 
 

@@ -49,7 +49,16 @@ def plans(text: str) -> dict[str, HostPlan]:
         (HOST + 'workers = ""', "[hosts.a] workers: '' is not a ratio like 2P1D"),
         (HOST + 'workers = "1P1D+1M"\ngpus = [0]', "[hosts.a] gpus: 1 for 3 workers"),
         (HOST + 'workers = "2P1D"\ngpus = [0]', "[hosts.a] gpus: 1 for 3 workers"),
-        (HOST + 'workers = "0P1D"\ngpus = ["x;y"]', "[hosts.a] gpus[0]: 'x;y' is not the number of a GPU"),
+        (HOST + 'workers = "0P1D"\ngpus = ["x;y"]', "[hosts.a] gpus[0]: has 'x;y', which is not the number"),
+        (HOST + 'workers = "0P1D"\ngpus = [[]]', "[hosts.a] gpus[0]: has '', which is not the number of a GPU"),
+        (HOST + 'workers = "0P1D"\ngpus = [[0, true]]', "[hosts.a] gpus[0]: has 'True', which is not the number"),
+        (
+            HOST + 'workers = "1P1D"\ngpus = [0, 1, 2, 3]',
+            "[hosts.a] gpus: 4 for 2 workers; name one for each, or a list",
+        ),
+        (HOST + 'workers = "1P1D"\ngpus = [[0, 1], [1, 2]]', "[hosts.a] gpus: 1 is named twice"),
+        (HOST + 'workers = "1P1D"\ngpus = [[0, 1], 0]', "[hosts.a] gpus: 0 is named twice"),
+        (HOST + 'workers = "0P1D"\ngpus = [[2, 2]]', "[hosts.a] gpus: 2 is named twice"),
         (HOST + 'workers = "0P1D"\ngpus = [0]\ncores = "0-3"', "[hosts.a] cores: only for workers on the CPU"),
         (HOST + 'cores = "x"', "[hosts.a] cores: 'x' "),
         (HOST.replace("true", "false"), "hosts: none has coordinator = true"),
@@ -122,6 +131,31 @@ def test_workers_get_own_gpu_and_port() -> None:
     assert shares == [0.9, 0.45, 0.45]
     binds = [one.settings.kv_bind for one in workers if isinstance(one.settings, WorkerSettings)]
     assert binds == ["tcp://127.0.0.1:0", "tcp://127.0.0.1:7300", "tcp://127.0.0.1:7301"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "args", "complaint"),
+    [
+        ("[[0, 1], [2, 3]]", "--tensor-parallel-size 2", ""),
+        ("[[0, 1], [2, 3]]", "-tp=2 --enforce-eager", ""),
+        ("[0, 0]", "", ""),
+        ("[[0, 1], 2]", "--tensor_parallel_size=2", "decode-0 has 1 and uses 2"),
+        ("[[0, 1, 2], [3, 4]]", "-tp 4 --tensor-parallel-size 2", "prefill-0 has 3 and uses 2"),
+        ("[[0, 1], [2, 3]]", "", "prefill-0 has 2 and uses 1"),
+    ],
+)
+def test_vllm_workers_may_have_several_gpus(gpus: str, args: str, complaint: str) -> None:
+    """A worker with vLLM sees as many GPUs as it computes on, or the file is refused."""
+    text = HOST + f'workers = "1P1D"\ngpus = {gpus}\n[worker]\nengine = "vllm"\nvllm_args = "{args}"\n'
+    if complaint:
+        with pytest.raises(ClusterError, match=re.escape(f"[hosts.a] gpus: {complaint}; with engine")):
+            plans(text)
+    else:
+        workers = plans(text)["a"].processes[1:]
+        seen = ["0", "0"] if not args else ["0,1", "2,3"]
+        assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in workers] == seen
+    with pytest.raises(ClusterError, match="prefill-0 has 2 and uses 1"):
+        plans(HOST + 'workers = "1P1D"\ngpus = [[0, 1], [2, 3]]\n[worker]\nvllm_args = "-tp 2"\n')
 
 
 def test_cpu_workers_hide_gpus_share_cores() -> None:
@@ -257,3 +291,14 @@ def test_example_cluster_file_is_complete() -> None:
     assert incomplete(file) == []
     assert base_urls(file) == ["http://10.0.0.1:8000"]
     assert len(incomplete(read(HOST))) == 3
+
+
+def test_example_with_two_gpus_each_is_valid() -> None:
+    """The example cluster file is valid with the lines for workers that have two GPUs."""
+    text = (ROOT / "scripts/cluster.toml").read_text().replace("gpus = [0, 1] ", "#").replace("gpus = [0, 1]\n", "")
+    text = re.sub(r"# (gpus = \[\[|engine|vllm_args)", r"\1", text)
+    gamma = text.replace('workers = "0P2D"\n', 'workers = "0P2D"\ngpus = [[0, 1], [2, 3]]\n')
+    found = check(parse(gamma, PurePosixPath("/conf")))
+    workers = [one for host in ("beta", "gamma") for one in found[host].processes]
+    assert [one.environment["CUDA_VISIBLE_DEVICES"] for one in workers] == ["0,1", "2,3"] * 2
+    assert {getattr(one.settings, "vllm_args") for one in workers} == {"--tensor-parallel-size 2"}  # noqa: B009

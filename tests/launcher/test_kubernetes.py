@@ -132,3 +132,20 @@ def test_api_key_is_required() -> None:
         assert secret["secretName"] == "crossdock-tenants" and secret["defaultMode"] & 0o007 == 0
         assert not secret.get("optional") and "CROSSDOCK_INSECURE" not in config
         assert f"create secret generic {secret['secretName']} " in PATH.read_text()
+
+
+def test_workers_may_have_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the commented lines, the pods of workers fit their schema and have options for two GPUs each."""
+    text = PATH.read_text().replace("# - {name:", "- {name:").replace('nvidia.com/gpu: "1"', 'nvidia.com/gpu: "2"')
+    objects = list(yaml.safe_load_all(text))
+    config = next(one["data"] for one in objects if one["kind"] == "ConfigMap")
+    workers = [one for one in objects if one["kind"] == "Deployment" and "gateway" not in one["metadata"]["name"]]
+    for one in workers:
+        kubernetes_validate.validate(one, VERSIONS[0], strict=True)
+        (container,) = one["spec"]["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
+        for key, value in {**config, **{own["name"]: own.get("value", "10.1.2.3") for own in container["env"]}}.items():
+            monkeypatch.setenv(key, value)
+        settings = load(WorkerSettings, {"role": one["spec"]["selector"]["matchLabels"]["role"]})
+        assert (settings.engine, settings.vllm_args) == ("vllm", "--tensor-parallel-size 2")
+    assert len(workers) == 2

@@ -108,6 +108,30 @@ def test_rank_decides_the_role(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("gpus", "expected"), [("4,5", ["4,5", "4,5"]), ("4,5,6,7", ["4,5", "6,7"]), ("4,5,6,GPU-7,8", ["4,5", "6,GPU-7"])]
+)
+def test_tasks_get_several_gpus(tmp_path: Path, gpus: str, expected: list[str]) -> None:
+    """A task's worker has the GPUs that Slurm bound to it, or its share of those of the node."""
+    options = tmp_path / "options.toml"
+    options.write_text('[worker]\nengine = "vllm"\nvllm_args = "--tensor-parallel-size 2"\n')
+    files = [tmp_path / f"log.task-{rank}.toml" for rank in range(2)]
+    process = play(tmp_path, SLURM_NTASKS="2", GPUS=gpus, GPUS_PER_WORKER="2", OPTIONS=str(options))
+    try:
+        wait_for(files, process)
+    finally:
+        end(process)
+    plans = [plan_host(parse(path.read_text(), PurePosixPath("/")), path.suffixes[0][1:], "m") for path in files]
+    assert [plan.processes[0].environment["CUDA_VISIBLE_DEVICES"] for plan in plans] == expected
+
+
+def test_too_few_gpus_of_a_task_are_refused(tmp_path: Path) -> None:
+    """A task that sees fewer GPUs than its worker needs says so."""
+    process = play(tmp_path, SLURM_NTASKS="2", GPUS="4", GPUS_PER_WORKER="2")
+    said, _ = process.communicate(timeout=WAIT_S)
+    assert "GPUS_PER_WORKER: 2, but a task sees 1; see --gpus-per-task" in said
+
+
+@pytest.mark.parametrize(
     ("environment", "complaint"),
     [
         ({"SLURM_NTASKS": "1"}, "--ntasks: at least 2"),

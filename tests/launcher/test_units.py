@@ -135,6 +135,24 @@ def test_instance_files_hold_differences() -> None:
     assert "PrivateDevices=yes" in files[f"{UNITS}/crossdock-decode@.service"]
 
 
+VLLM = '[worker]\nengine = "vllm"\nengine_python = "{}"\nvllm_args = "--tensor-parallel-size 2"\n'
+
+
+def test_unit_sees_all_gpus_of_its_worker(tmp_path: Path) -> None:
+    """The unit of a worker with several GPUs is valid and has them all; its vLLM must lie where a unit sees it."""
+    several = TEXT.replace('[0, 1, "GPU-1f"]', '[[0, 1], [2, 3], [4, "GPU-1f"]]')
+    several = several.replace('workers = "1P1D"\ncores = "0-7"', 'workers = "1P1D"')
+    files = units.render(plan("a", several + VLLM.format("/opt/vllm/bin/python")), ON)
+    assert 'VISIBLE_DEVICES="4,GPU-1f"' in files[f"{OPTIONS}/decode-1.env"]
+    assert 'CROSSDOCK_VLLM_ARGS="--tensor-parallel-size 2"' in files[f"{OPTIONS}/decode-1.env"]
+    assert "DeviceAllow=char-nvidia rw" in files[f"{UNITS}/crossdock-decode@.service"]
+    done = analyze("verify", "--man=no", *(str(path) for path in write(tmp_path, files) if path.is_file()))
+    assert (done.returncode, done.stderr) == (0, "")
+    for hidden in ("/home/me/vllm/bin/python", "vllm/bin/python", "/tmp/python"):
+        with pytest.raises(ClusterError, match=re.escape(f"[prefill] engine_python: a unit does not see {hidden}")):
+            units.render(plan("a", several + VLLM.format(hidden)), ON)
+
+
 def test_standby_has_its_own_unit() -> None:
     """A standby coordinator has its own unit and name, and the same options otherwise."""
     files = units.render(plan("a", TEXT.replace("[coordinator]\n", "[coordinator]\nstandby = true\n")), ON)

@@ -102,7 +102,7 @@ AGENTS: dict[str, Any] = {
     "errors": {"http_503": "no capacity"},
     "fairness": {"tenants": {"an-organisation/with-a-user": _TURNS, "lab": _TURNS}},
 }  # fmt: skip
-_KIND = {name: 1_234_567 for name in ("streams", "tokens", "errors", "lost", "repeated", "changed", "cut_off")}
+_KIND = dict.fromkeys(("streams", "tokens", "errors", "lost", "repeated", "changed", "cut_off"), 1234567)
 CONTINUITY: dict[str, Any] = {
     "compared": "token ids", "kills": 12_345, "streams": {"greedy": _KIND, "seeded": _KIND}, "errors": {"http_503: busy": 12},
     "failed_kills": ["no process"], "requests": 16, "unsteady_requests": 2, "changed_without_kill": 3,

@@ -15,7 +15,7 @@ import msgspec
 import uvloop
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from launcher import reports, tables
 from launcher.bench.continuity_figures import KINDS, ContinuityRun, Kill, PlayedStream, figures
@@ -54,14 +54,7 @@ async def _run(settings: ContinuitySettings, console: Console) -> int:
     async with new_session(silence_s=None) as http:
         probed = await probe(http, settings.url, settings.api_key, settings.model, standard=True)
         bench = _Bench(http, probed, settings)
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=console, refresh_per_second=2) as progress:
+        with Progress(console=console, refresh_per_second=2) as progress:
             bar = progress.add_task("undisturbed streams", total=2 * len(bench.bodies))
             await bench.learn(lambda: progress.advance(bar))
             bar = progress.add_task("kills", total=settings.kills)
@@ -72,7 +65,7 @@ async def _run(settings: ContinuitySettings, console: Console) -> int:
     reports.write_json(settings, {"settings": shown, "model": probed.target.model, "figures": found})
     if bench.run.interrupted:
         return INTERRUPTED_EXIT
-    if any(kill.answered_s is None and not kill.error for kill in bench.run.kills):
+    if bench.run.kills[-1].answered_s is None:
         raise BenchFailed(f"the server did not answer again within {RECOVERY_S:.0f} s after a kill")
     return 0
 
@@ -165,11 +158,10 @@ class _Bench:
                 kill.error = await run_command(self._settings.kill)
                 if kill.error and not index:
                     raise SettingsError(f"--kill: {kill.error}")
-                answered = await self._answered()
-                kill.answered_s = None if kill.error else answered
+                kill.answered_s = await self._answered()
             finally:
                 self._answers.set()
-            if answered is None:
+            if kill.answered_s is None:
                 return
             on_kill()
 
@@ -214,7 +206,8 @@ async def run_command(command: str) -> str:
             return f"the command did not end within {COMMAND_S:.0f} s"
         finally:
             if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
         if not status:
             return ""
@@ -233,8 +226,6 @@ def show(found: dict[str, Any], console: Console) -> None:
     rows.show(console)
     times = tables.Table("Times, s", "", "p50", "p99", "max", "count")
     for name, key in (
-        ("TTFT, undisturbed", "ttft_undisturbed_s"),
-        ("TTFT", "ttft_s"),
         ("longest gap of a stream, undisturbed", "longest_gap_undisturbed_s"),
         ("longest gap of a stream", "longest_gap_s"),
         ("from a kill until a new request is answered", "new_request_s"),
@@ -243,20 +234,15 @@ def show(found: dict[str, Any], console: Console) -> None:
         if (row := found[key]) is not None:
             times.row(name, *(number(row[rank], 2) for rank in ("p50", "p99", "max")), f"{row['count']:,}")
     times.show(console)
-    console.print(f"{found['interrupted_streams']} streams were interrupted and went on", highlight=False)
-    for message, count in list(found["errors"].items())[:ERRORS_SHOWN]:
-        console.print(f"[red]{count} ×[/red] {escape(message)}", highlight=False, soft_wrap=True)
-    for message in found["failed_kills"][:ERRORS_SHOWN]:
-        console.print(f"[red]kill failed[/red]: {escape(message)}", highlight=False, soft_wrap=True)
-    unsteady, without = found["unsteady_requests"], found["changed_without_kill"]
-    if unsteady:
-        console.print(
+    notes = [f"{found['interrupted_streams']} streams were interrupted and went on"]
+    notes += [f"[red]{count} ×[/red] {escape(said)}" for said, count in list(found["errors"].items())[:ERRORS_SHOWN]]
+    notes += [f"[red]kill failed[/red]: {escape(said)}" for said in found["failed_kills"][:ERRORS_SHOWN]]
+    if unsteady := found["unsteady_requests"]:
+        notes.append(
             f"[yellow]This server's answers differ without a fault: {unsteady} of {found['requests']} requests got two"
-            " answers, so changed text cannot be judged for them, and they count only as streams and errors.[/yellow]",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
-    if without:
-        console.print(
-            f"[yellow]{without} streams that met no kill differed too, so not every change is due to a kill.[/yellow]",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            " answers, so changed text cannot be judged for them, and they count only as streams and errors.[/yellow]"
+        )
+    if without := found["changed_without_kill"]:
+        notes.append(f"[yellow]{without} of the changed streams met no kill: not every change is due to one.[/yellow]")
+    for note in notes:
+        console.print(note, highlight=False, soft_wrap=True)

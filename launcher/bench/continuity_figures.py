@@ -20,36 +20,33 @@ KINDS: Final = ("greedy", "seeded")
 _ID: Final = re.compile(r"\b(?=[\w-]*\d)[\w-]{12,}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class AnswerDifference:
     lost: int = 0
     repeated: int = 0
     changed: int = 0
     cut_off: int = 0  # that were missing at the end of a stream that failed
 
-    def __bool__(self) -> bool:
-        return bool(self.lost or self.repeated or self.changed)
-
 
 def difference(expected: Sequence[Any], seen: Sequence[Any], *, whole: bool) -> AnswerDifference:
     """Compares an answer with the expected one. `whole`: its stream ended well, so that a missing end is lost."""
-    lost = repeated = changed = at = seen_at = 0
+    found = AnswerDifference()
+    at = seen_at = 0
     while at < len(expected) and seen_at < len(seen):
         if expected[at] == seen[seen_at]:
             at, seen_at = at + 1, seen_at + 1
             continue
         what, count = _next_difference(expected[at:], seen[seen_at:], seen[:seen_at], whole=whole)
-        lost += count if what == "lost" else 0
-        repeated += count if what == "repeated" else 0
-        changed += count if what == "changed" else 0
+        setattr(found, what, getattr(found, what) + count)
         at += count if what != "repeated" else 0
         seen_at += count if what != "lost" else 0
-    surplus, missing = len(seen) - seen_at, max(0, len(expected) - at)
-    if surplus > 0 and _repeats(seen[:seen_at], seen[seen_at:]):
-        repeated += surplus
-    else:
-        changed += max(0, surplus)
-    return AnswerDifference(lost + (missing if whole else 0), repeated, changed, 0 if whole else missing)
+    if surplus := seen[seen_at:]:
+        what = "repeated" if _repeats(seen[:seen_at], surplus) else "changed"
+        setattr(found, what, getattr(found, what) + len(surplus))
+    missing = len(expected[at:])
+    found.lost += missing if whole else 0
+    found.cut_off = 0 if whole else missing
+    return found
 
 
 def _next_difference(
@@ -142,16 +139,17 @@ def figures(run: ContinuityRun) -> dict[str, Any]:
         (stream, difference(expected[stream.number], stream.answer(by_ids=by_ids), whole=stream.record.outcome == OK))
         for stream in streams
     ]
-    failed = [stream.record for stream in streams if stream.record.outcome != OK]
     return {
         "compared": "token ids" if by_ids else "text",
         "requests": len(expected),
         "unsteady_requests": len(unsteady),
         "changed_without_kill": sum(
-            1 for stream, what in found if what and stream.number not in unsteady and not _met(stream, run.kills)
+            1
+            for stream, what in found
+            if what.changed and stream.number not in unsteady and not _met(stream, run.kills)
         ),
         "streams": {kind: _counts([one for one in found if one[0].kind == kind], unsteady) for kind in KINDS},
-        "errors": dict(Counter(_message(record) for record in failed).most_common()),
+        "errors": dict(Counter(_message(one.record) for one in streams if one.record.outcome != OK).most_common()),
         "kills": len(run.kills),
         "failed_kills": [kill.error for kill in run.kills if kill.error],
         **_times(run.undisturbed, streams, run.kills),
@@ -166,7 +164,6 @@ def _counts(found: Sequence[tuple[PlayedStream, AnswerDifference]], unsteady: se
         "errors": sum(1 for stream, _ in found if stream.record.outcome != OK),
         "judged": len(judged),
         **{name: sum(getattr(what, name) for what in judged) for name in ("lost", "repeated", "changed", "cut_off")},
-        "differing_streams": sum(1 for what in judged if what),
     }
 
 
@@ -188,11 +185,9 @@ def _times(
     usual = [max((one[part] for one in quiet), default=0.0) for part in (0, 1)]
     goes_on = [_going_on(streams, kills, number, usual) for number in range(len(kills))]
     return {
-        "ttft_undisturbed_s": tails([one[0] for one in quiet]),
-        "ttft_s": tails([_longest(stream)[0] for stream in streams if stream.record.first_s is not None]),
         "longest_gap_undisturbed_s": tails([one[1] for one in quiet]),
         "longest_gap_s": tails([_longest(stream)[1] for stream in streams if stream.record.gaps_ms]),
-        "new_request_s": tails([kill.answered_s - kill.at_s for kill in kills if kill.answered_s is not None]),
+        "new_request_s": tails([kill.answered_s - kill.at_s for kill in kills if kill.answered_s and not kill.error]),
         "interrupted_streams": sum(map(len, goes_on)),
         "all_go_on_s": tails([max(one) for one in goes_on if one]),
     }

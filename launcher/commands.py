@@ -51,6 +51,11 @@ _BENCH: Final[Table] = {
         "launcher.bench.settings:IsolationSettings",
         "launcher.bench.isolation:run",
     ),
+    "continuity": Command(
+        "What do users notice when a part of a server is killed?",
+        "launcher.bench.settings:ContinuitySettings",
+        "launcher.bench.continuity:run",
+    ),
 }
 
 TABLE: Final[Table] = {

@@ -87,6 +87,7 @@ PURE = (
     "worker/service.py",
     "worker/changeover.py",
     "worker/step_watch.py",
+    "launcher/bench/continuity_figures.py",
     "launcher/cluster/file.py",
     "launcher/cluster/plan.py",
     "launcher/local/core_plan.py",

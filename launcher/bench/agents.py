@@ -183,7 +183,7 @@ class _Client:
         body["messages"] = messages
         text: list[str] = []
         sent = msgspec.json.encode(body)
-        await send(self._http, target, planned, sent, record, self._origin, text.append)
+        await send(self._http, target, planned, sent, record, self._origin, lambda piece, _: text.append(piece))
         return "".join(text) if record.outcome == OK else None
 
 

@@ -70,3 +70,32 @@ class IsolationSettings(JsonOption):
     streams: int = Field(4, ge=1, le=256, description="Steady streams.")
     seconds: float = Field(30.0, ge=1.0, le=3600.0, description="Seconds of each of the two measurements.")
     plot: str = Field("", description="File for a picture (.svg, .png or .pdf); needs matplotlib.")
+
+
+class ContinuitySettings(JsonOption):
+    """What do users notice when a part of a server is killed?
+
+    Sends greedy and seeded streams to any server that speaks the OpenAI API, and learns what each answers undisturbed. Then it
+    runs your command at random moments while streams run, and counts errors and lost, repeated and changed tokens. The command
+    should kill something and return; if nothing starts it again by itself, the command has to.
+    """
+
+    panels: ClassVar[Panels] = {
+        "Server": "url api_key model",
+        "Kills": "kill kills every_s",
+        "Streams": "streams tokens seed",
+        "Output": "as_json",
+    }
+    url: str = Field(description="Server, like http://127.0.0.1:8000.")
+    api_key: str = Field("", description="Key for the server, if it wants one.")
+    model: str = Field("", description="Model to ask for; empty: the first that the server names.")
+    kill: str = Field(min_length=1, description="Command for the shell that kills, or breaks, a part of the server.")
+    kills: int = Field(20, ge=1, le=10_000, description="How often it is run.")
+    every_s: float = Field(
+        5.0, ge=0.0, le=3600.0, description="Mean seconds from the first answer after a kill until the next one."
+    )
+    streams: int = Field(8, ge=1, le=256, description="Streams at a time.")
+    tokens: int = Field(256, ge=8, le=4096, description="Tokens of each answer.")
+    seed: int = Field(
+        0, ge=0, le=1 << 31, description="Seed of prompts, of sampled streams, and of the moments of kills."
+    )

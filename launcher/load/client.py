@@ -28,12 +28,14 @@ from launcher.load.prompts import Prompt
 from launcher.load.records import CANCELLED, OK, RequestRecord
 from runtime.process import clock
 
+OnTokens = Callable[[str, list[int]], None]
+
 
 class StreamReader:
     """Notes the arrivals of a server-sent event stream in a record. Pure."""
 
-    def __init__(self, record: RequestRecord, origin: float, on_text: Callable[[str], None] | None = None) -> None:
-        self._record, self._origin, self._on_text = record, origin, on_text
+    def __init__(self, record: RequestRecord, origin: float, on_tokens: OnTokens | None = None) -> None:
+        self._record, self._origin, self._on_tokens = record, origin, on_tokens
         self._sse = SseReader()
         self._last = 0.0
         self._chunks = self._ids = 0
@@ -67,10 +69,11 @@ class StreamReader:
         carries = False
         for choice in event.choices or ():
             text = choice.text or (choice.delta and (choice.delta.content or choice.delta.reasoning_content))
-            self._ids += len(choice.token_ids or ())
-            carries |= bool(text or choice.token_ids)
-            if text and self._on_text is not None:
-                self._on_text(text)
+            ids = choice.token_ids or []
+            self._ids += len(ids)
+            carries |= bool(text or ids)
+            if self._on_tokens is not None:
+                self._on_tokens(text or "", ids)
         if carries:
             self._arrived(now)
         elif self._chunks and any(choice.finish_reason for choice in event.choices or ()):
@@ -125,12 +128,12 @@ async def send(
     body: bytes,
     record: RequestRecord,
     origin: float,
-    on_text: Callable[[str], None] | None = None,
+    on_tokens: OnTokens | None = None,
 ) -> None:
-    """Sends a request and fills the record in. The outcome is set when this returns, or is cancelled from outside. `on_text`
-    gets the answer piece by piece."""
+    """Sends a request and fills the record in. The outcome is set when this returns, or is cancelled from outside.
+    `on_tokens` gets the answer piece by piece: text, and token ids if the server sends them."""
     leaves = planned.cancel_s != NEVER and planned.cancel_s < target.timeout_s
-    reader = StreamReader(record, origin, on_text)
+    reader = StreamReader(record, origin, on_tokens)
     record.sent_s = clock.now() - origin
     try:
         async with asyncio.timeout(planned.cancel_s if leaves else target.timeout_s):

@@ -16,6 +16,7 @@ from launcher.load.settings import LoadSettings
 
 ANSWER_BYTES_MAX = 8 << 20
 TIMEOUT_S = 300.0  # after which a request is given up
+EXTENDED = ("crossdock", "vllm")  # as `owned_by` of a model: servers whose own fields are known
 PROBE_WORDS = 30  # few enough for small contexts, even with a token for each letter
 
 
@@ -46,8 +47,10 @@ async def probe(
     *,
     chat: bool = False,
     ignore_eos: bool = True,
+    standard: bool = False,
 ) -> Probed:
-    """Raises `BenchFailed` where the server cannot be measured."""
+    """`standard`: a server gets only OpenAI's fields, unless it says that it is crossdock or vLLM. Raises `BenchFailed` where
+    the server cannot be measured."""
     base = base_url.rstrip("/").removesuffix("/v1")
     status, content, server = await _call(session, "GET", f"{base}/v1/models", key)
     models = [one for one in content.get("data", []) if isinstance(one, dict)] if status == 200 else []
@@ -56,12 +59,13 @@ async def probe(
     if not model:
         raise BenchFailed(f"GET {base}/v1/models: HTTP {status}, and no model; see --url, --api-key and --model")
     context = known.get("max_model_len")
+    extended = not standard or known.get("owned_by") in EXTENDED
     target = LoadTarget(
         url=f"{base}/v1/{'chat/completions' if chat else 'completions'}",
         model=model,
         chat=chat,
-        ignore_eos=ignore_eos,
-        token_ids=True,
+        ignore_eos=ignore_eos and extended,
+        token_ids=extended,
         timeout_s=TIMEOUT_S,
         context_tokens=context if isinstance(context, int) and context > 0 else 0,
     )
@@ -72,10 +76,10 @@ async def _learn(session: aiohttp.ClientSession, probed: Probed, key: str) -> Pr
     """Learns which extensions the server takes, and how many tokens words are."""
     words = list(WORDS[:PROBE_WORDS])
     target = probed.target
-    extensions = {"return_token_ids": True, "ignore_eos": True}
+    extensions = {"return_token_ids": True, "ignore_eos": True} if target.token_ids else {}
     status, content = await _ask(session, target, words, extensions, key)
     if status in (400, 422):  # OpenAI's own API knows neither extension
-        extensions.pop("return_token_ids")
+        extensions.pop("return_token_ids", None)
         target = replace(target, token_ids=False)
         status, content = await _ask(session, target, words, extensions, key)
     if status in (400, 422):

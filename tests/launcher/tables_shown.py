@@ -102,6 +102,13 @@ AGENTS: dict[str, Any] = {
     "errors": {"http_503": "no capacity"},
     "fairness": {"tenants": {"an-organisation/with-a-user": _TURNS, "lab": _TURNS}},
 }  # fmt: skip
+_KIND = dict.fromkeys(("streams", "tokens", "errors", "lost", "repeated", "changed", "cut_off"), 1234567)
+CONTINUITY: dict[str, Any] = {
+    "compared": "token ids", "kills": 12_345, "streams": {"greedy": _KIND, "seeded": _KIND}, "errors": {"http_503: busy": 12},
+    "failed_kills": ["no process"], "requests": 16, "unsteady_requests": 2, "changed_without_kill": 3,
+    "interrupted_streams": 1_234, "longest_gap_undisturbed_s": _TAILS, "longest_gap_s": _TAILS,
+    "new_request_s": _TAILS, "all_go_on_s": _TAILS,
+}  # fmt: skip
 _GAPS = {f"{rank}_ms": 123_456.7 for rank in ("p50", "p95", "p99", "max")} | {
     "gaps": 1_234_567,
     "tokens_per_s": 99_999.9,

@@ -15,6 +15,7 @@ from launcher import tables
 from launcher.admin import explain_words, policy, status, tenants, usage
 from launcher.bench import agents as bench_agents
 from launcher.bench import compare as bench_compare
+from launcher.bench import continuity as bench_continuity
 from launcher.bench import isolation as bench_isolation
 from launcher.bench import ratio as bench_ratio
 from launcher.cluster import check as cluster_check
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[2]
 SHOWN: dict[str, Callable[[Console], Any]] = {
     "bench.agents": lambda c: bench_agents.show(shown.AGENTS, c),
     "bench.compare": lambda c: bench_compare.show(shown.DIFFERENCES, shown.COMPARED, c),
+    "bench.continuity": lambda c: bench_continuity.show(shown.CONTINUITY, c),
     "bench.ratio": lambda c: bench_ratio.show(shown.RATIOS, c),
     "bench.isolation": lambda c: bench_isolation.show_isolation(shown.ISOLATION, c),
     "cluster.check": lambda c: cluster_check._table("node-0 (10.0.0.1)", shown.PLANNED).show(c),

@@ -8,9 +8,8 @@ from zlib import crc32
 
 import msgspec
 
-from coordinator.accounting.billing import Billing
+from coordinator.accounting.billing import Billing, Opened, Past
 from coordinator.accounting.quota import Ask, Denial
-from coordinator.accounting.usage import Opened, Past
 from coordinator.events import Configured, Limits
 from coordinator.policy.versions import PolicyInForce
 from proto.errors import Reject

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from coordinator.accounting.usage import Closed, Opened, Past
+from coordinator.accounting.billing import Closed, Opened, Past
 from coordinator.policy.versions import PolicyInForce
 from proto.messages import Hello, Message
 from runtime.tenancy.tenants import Tenants

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
+from coordinator.accounting.billing import Closed, Opened, Past
 from coordinator.accounting.ledger import Ledger, LedgerError
 from coordinator.accounting.quota import DAY_S
-from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.core import Core
 from coordinator.event_log.recorder import EventRecorder
 from coordinator.events import (

@@ -6,7 +6,7 @@ import msgspec
 
 from proto.messages import Submit
 from scheduler.fairness.tenant_queue import Entry
-from scheduler.kv_admission.demand import NEVER
+from scheduler.kv_admission.admission import NEVER
 from scheduler.kv_admission.sessions import OpenTurn, Sessions
 from scheduler.lifecycle import RequestState, Trigger, advance
 

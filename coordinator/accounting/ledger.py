@@ -52,9 +52,9 @@ from typing import Final, TypeVar
 from msgspec.structs import asdict
 
 from coordinator.accounting import ledger_past
+from coordinator.accounting.billing import Closed, Entry, Opened, Past
 from coordinator.accounting.ledger_past import day_text
 from coordinator.accounting.quota import DAY_S, Ask
-from coordinator.accounting.usage import Closed, Entry, Opened, Past
 from proto.errors import CrossdockError
 from runtime.process import clock, log
 from runtime.process.exits import is_passing

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from coordinator.accounting.billing import Opened, Past
 from coordinator.accounting.quota import Ask
-from coordinator.accounting.usage import Opened, Past
 from proto.fields import Count, RequestId, Text
 
 OPEN_MAX: Final = 1 << 17  # open rows taken over at a start

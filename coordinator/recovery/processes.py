@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Iterator
 
 from coordinator.events import ProtocolViolation
-from coordinator.messages import cluster_state
 from coordinator.recovery import draining, flips, suspects
-from coordinator.state import State
+from coordinator.state import State, cluster_state
 from proto.errors import CancelReason, Interrupt
 from proto.messages import Hello, Release, Role
 from proto.progress import Hung

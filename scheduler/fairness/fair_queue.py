@@ -32,9 +32,8 @@ from itertools import islice
 from math import inf
 from typing import Generic, NamedTuple
 
-from scheduler.fairness.fair_node import FairNode, Path, Ring
+from scheduler.fairness.fair_node import FairNode, Path, Ring, SortedRow
 from scheduler.fairness.held_shares import HeldNode, HeldShares
-from scheduler.fairness.sorted_row import SortedRow
 from scheduler.fairness.tenant_queue import Entry, T, TenantQueue
 
 COMPARED_MAX = 64  # children whose shares of decode are compared at each level

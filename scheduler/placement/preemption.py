@@ -12,8 +12,7 @@ from typing import NamedTuple
 from proto.errors import Interrupt
 from scheduler.cluster import Cluster
 from scheduler.fairness.fair_node import Path
-from scheduler.kv_admission.admission import Key
-from scheduler.kv_admission.demand import KvDemand
+from scheduler.kv_admission.admission import Key, KvDemand
 from scheduler.lifecycle import ON_WORKERS
 from scheduler.request import RETAINED, Request
 from scheduler.waiting.queue import WaitQueue

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from itertools import islice
 
 from scheduler.cluster import Cluster
-from scheduler.decisions import Dispatched
+from scheduler.decisions import Dispatched, NothingRuns
 from scheduler.lifecycle import RequestState, Trigger
-from scheduler.observer import NothingRuns
 from scheduler.placement.pairs import any_pair, best_side, last_block
 from scheduler.placement.paused_turns import resume_due
 from scheduler.placement.place import bind, place_at_once

@@ -11,7 +11,7 @@ from math import ceil
 from scheduler.fairness.cost import START_LONG_TOKENS, OutputLength
 from scheduler.fairness.fair_node import Path
 from scheduler.fairness.held_shares import HeldShares
-from scheduler.kv_admission.demand import NEVER
+from scheduler.kv_admission.admission import NEVER
 from scheduler.request import Request
 
 PROVEN_ANSWERS = 8

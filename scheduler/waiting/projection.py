@@ -17,7 +17,7 @@ from scheduler.request import Request
 from scheduler.waiting.freeing import FINGERPRINT_MAX, ComingBack
 from scheduler.waiting.line import WaitingLine
 from scheduler.waiting.margin import Margins
-from scheduler.waiting.ratios import Ratios
+from scheduler.waiting.rates import Ratios
 from scheduler.waiting.releases import Releases
 from scheduler.waiting.tenant_work import IN_LINE, WAITING
 

@@ -20,10 +20,10 @@ from scheduler.kv_admission.admission import Key
 from scheduler.kv_admission.sessions import Sessions
 from scheduler.request import RETAINED, Request
 from scheduler.score import Weights
-from scheduler.step_pace import StepLimits, StepPace
+from scheduler.step_times import StepLimits, StepPace
 from scheduler.waiting.answer_lengths import AnswerLengths
 from scheduler.waiting.queue_keys import target_class
-from scheduler.waiting.rate import Rate
+from scheduler.waiting.rates import Rate
 from scheduler.workers.bindings import Bindings, PrefixWaits
 from scheduler.workers.candidates import Candidates
 from scheduler.workers.circuit_breakers import NOBODY, Breakers

@@ -15,12 +15,10 @@ from proto.status import KvHeld, KvPair
 from scheduler.fairness.cost import START_LONG_TOKENS
 from scheduler.fairness.fair_node import Path
 from scheduler.fairness.held_shares import HeldShares, HeldStream
-from scheduler.kv_admission.admission import Key, KvAdmission
-from scheduler.kv_admission.demand import NEVER, KvDemand
+from scheduler.kv_admission.admission import NEVER, Key, KvAdmission, KvDemand
 from scheduler.kv_admission.shared_blocks import chains
 from scheduler.request import Request
-from scheduler.step_fit import StepFit
-from scheduler.step_pace import StepLimits, StepPace
+from scheduler.step_times import StepFit, StepLimits, StepPace
 from scheduler.workers.circuit_breakers import NOBODY, Pair
 
 ROUND_TRIP_S = 0.002  # the time of a fetch beside that for its tokens

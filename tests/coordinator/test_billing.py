@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.accounting.billing import DOUBT_S
+from coordinator.accounting.billing import DOUBT_S, Opened
 from coordinator.accounting.quota import Ask
-from coordinator.accounting.usage import Opened
 from coordinator.events import Configured, PeerDown, PeerUp, Tick
 from proto.errors import CancelReason, Interrupt
 from proto.messages import Cancel, Finished, Release, Released, Role, Step, StepDone, WorkFailed

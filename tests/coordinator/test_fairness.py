@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.accounting.usage import Closed
+from coordinator.accounting.billing import Closed
 from coordinator.events import Limits
 from coordinator.reporting.metrics import RECENT_REQUESTS, RecentTimes
 from coordinator.reporting.status import ServedTenant, evenness, jain

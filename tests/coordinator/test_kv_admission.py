@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.kv_admission.admission import KvAdmission
-from scheduler.kv_admission.demand import NEVER, KvDemand
+from scheduler.kv_admission.admission import NEVER, KvAdmission, KvDemand
 from scheduler.placement.preemption import PreemptionCandidate, choose
 from tests.coordinator.consistent import check_room
 from tests.coordinator.world import submit

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.accounting import ledger, ledger_past
+from coordinator.accounting.billing import Closed, Entry, Opened, Past
 from coordinator.accounting.ledger import Ledger
 from coordinator.accounting.quota import Ask
-from coordinator.accounting.usage import Closed, Entry, Opened, Past
 from runtime.process import clock
 from tests.coordinator.ledger_words import closed, opened
 from tests.helpers import first

@@ -11,8 +11,7 @@ from coordinator.events import PeerDown
 from proto.messages import Released
 from proto.parts import PrefixPart
 from proto.progress import DecodeProgress, SharedPrefix
-from scheduler.kv_admission.admission import KvAdmission
-from scheduler.kv_admission.demand import NEVER, KvDemand
+from scheduler.kv_admission.admission import NEVER, KvAdmission, KvDemand
 from scheduler.kv_admission.shared_blocks import SharedBlocks
 from simulation.cluster.cluster import FIRST_DECODE
 from tests.coordinator.consistent import check_room

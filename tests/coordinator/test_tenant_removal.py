@@ -11,7 +11,7 @@ from coordinator.events import Configured, Received
 from proto.errors import CancelReason
 from proto.messages import Cancel
 from runtime.tenancy.tenants import Tenants, parse
-from scheduler.waiting.rate import Rate
+from scheduler.waiting.rates import Rate
 from tests.coordinator.world import MODEL, Harness, submit
 
 

@@ -4,7 +4,7 @@ ledger consists of its rows only: rows that its thread has committed outlive the
 
 from collections import Counter
 
-from coordinator.accounting.usage import Closed, Entry, Opened, Past
+from coordinator.accounting.billing import Closed, Entry, Opened, Past
 from coordinator.core import Core
 from coordinator.events import (
     Action,

@@ -28,8 +28,8 @@ from coordinator.events import (
     Tick,
 )
 from coordinator.outbox import Outbox
-from coordinator.policy.keeper import PolicyKeeper, PolicyStoreError
-from coordinator.policy.versions import PolicyInForce
+from coordinator.policy_keeper import PolicyKeeper, PolicyStoreError
+from coordinator.policy_versions import PolicyInForce
 from coordinator.recovery.stall_detector import StallDetector
 from coordinator.reporting import status
 from coordinator.reporting.metrics import CoordinatorMetrics

@@ -12,7 +12,6 @@ from coordinator.members import Members
 from proto.errors import Interrupt, Reject
 from proto.messages import ClusterState, Destination, Hello, Interrupted, Message, Prefill, Rejected, Release, Reserve
 from proto.parts import Room
-from scheduler.cluster import Spread
 from scheduler.decisions import Decision, Dispatched, Interruption, Placement, Withdrawn
 from scheduler.lifecycle import TERMINAL, RequestState, Trigger
 from scheduler.request import Request, Suspicion
@@ -41,7 +40,6 @@ class State:
         self.members = Members(self.cluster.workers)
         self.accounts = Accounts(limits, self.cluster)
         self.billing = self.accounts.billing
-        self.spread = Spread()
         self.counters = self.cluster.counters
         self.outcomes: Counter[str] = Counter()
         self.alive: Counter[str] = Counter()  # how many live requests each model has
@@ -72,11 +70,8 @@ class State:
         self.out.append(StateChanged(request.id, request.submit.attempt, request.state, why))
 
     def record_usage(self, entry: Opened | Closed | None) -> None:
-        if entry is None:
-            return
-        self.out.append(entry)
-        if isinstance(entry, Closed):
-            self.accounts.forget_idle(self.billing.quotas.take_vacated(), self.now)
+        if entry is not None:
+            self.out.append(entry)
 
     # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -111,7 +106,6 @@ class State:
         allocation = self.cluster.release(worker, key)
         if allocation is None:
             return
-        self.accounts.charge_room_for_large(worker, key, allocation, self.now)
         model, path, resumed = worker.hello.model, allocation.path, allocation.resumed_tokens
         self.accounts.emitted(model, path, key[0], resumed, emitted_tokens, first=first)
         self.record_usage(self.billing.release(key[0], self.now))

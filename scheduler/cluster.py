@@ -90,8 +90,13 @@ class Cluster:
             pool.bindings.unbind(request)
             pool.wakeups.waits_no_more(request)
             if pool.room_for_large.request is request:
-                self._end_room_for_large(request, now)
+                queue.charge(request.path, pool.room_for_large.end().cost(now))
+                pool.wakeups.look_anew()
             return
+        progress = request.attempt_progress
+        if progress.kept_room is not None:
+            queue.charge(request.path, progress.kept_room.cost(now))
+            progress.kept_room = None
         prefill = self.workers.get(request.prefill_incarnation)
         if prefill is not None:
             prefill.expect_no_more(request)
@@ -164,12 +169,6 @@ class Cluster:
             worker.hold((request.id, RETAINED), allocation)
         else:
             self.drop_retained(request)
-
-    def _end_room_for_large(self, request: Request, now: float) -> None:
-        """Stop keeping room for a large request. Charge its tenant for the work that could not run there."""
-        pool = self.pools[request.submit.model]
-        self.queues[request.submit.model].charge(request.path, pool.room_for_large.end(now))
-        pool.wakeups.look_anew()
 
     # --- what may run where ---------------------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
 """How long prefill and decode steps take, and how much work a prefill worker gets in advance. Pure."""
 
-from collections.abc import Sequence
 from math import inf, log2
 from typing import Final, NamedTuple
 
@@ -61,24 +60,21 @@ _OUTLIER = 1.5
 bound."""
 _OUTLIERS_MAX = 3
 """After so many outliers in a row the worker has changed its speed, and what was learnt before is dropped."""
-_FIT_EVERY = 8  # where a size was reported so often, so many reports go by between two fits, each of which takes 0.2 ms
-_SIZES_MAX = 32
-_RIDGE = (1e-3, 1e-9, 1e-6)  # the penalty on each part of the fit, relative to its own weight; largest for the base
+_RIDGE = 1e-3  # the weight of the assumption that steps take time only for their sequences
 
 
 class _Mean(msgspec.Struct, gc=False):
     reports: int
     sequences: float
-    kv_tokens: float
     ms: float
 
 
 class StepFit:
     """How long a decode step of one worker takes, learnt from its reports.
 
-        step_ms = base + per_sequence * sequences + per_kv_token * KV tokens read
+        step_ms = base + per_sequence * sequences
 
-    Reports are averaged by size of batch, in half octaves, so what large batches took is known while small ones run. The fit
+    Reports are averaged by size of batch, in half octaves, so what large batches took is known while small ones run. The line
     is least squares over these averages, with no negative part. While all batches had one size, the base and the cost per
     sequence cannot be told apart. The base is then assumed small, so larger batches are expected to take longer than they
     do, and batches grow step by step.
@@ -86,82 +82,49 @@ class StepFit:
 
     def __init__(self) -> None:
         self._means: dict[int, _Mean] = {}  # means by half octave of sequences
-        self._reports = 0
-        self._parts: tuple[float, float, float] | None = None
+        self._line: tuple[float, float] | None = None
         self._outliers = 0
-        self._kv_per_sequence = 0.0
         self.largest = 0.0  # the largest batch that was reported since the worker changed its speed
 
-    def add(self, sequences: float, kv_tokens: float, ms: float) -> None:
+    def add(self, sequences: float, ms: float) -> None:
         """The mean of some steps that followed each other. `sequences` is 1 at least."""
-        size = min(int(2 * log2(sequences)), _SIZES_MAX - 1)
-        mean = self._means.setdefault(size, _Mean(0, 0.0, 0.0, 0.0))
+        size = int(2 * log2(sequences))
+        mean = self._means.setdefault(size, _Mean(0, 0.0, 0.0))
         if mean.reports:
             clipped = min(max(ms, mean.ms / _OUTLIER), mean.ms * _OUTLIER)
             self._outliers = self._outliers + 1 if clipped != ms else 0
             if self._outliers < _OUTLIERS_MAX:
                 ms = clipped
             else:
-                mean = _Mean(0, 0.0, 0.0, 0.0)
+                mean = _Mean(0, 0.0, 0.0)
                 self._means, self._outliers, self.largest = {size: mean}, 0, 0.0
         mean.reports += 1
         gain = max(1 / mean.reports, _GAIN)
         mean.sequences += gain * (sequences - mean.sequences)
-        mean.kv_tokens += gain * (kv_tokens - mean.kv_tokens)
         mean.ms += gain * (ms - mean.ms)
-        self._kv_per_sequence = kv_tokens / sequences
         self.largest = max(self.largest, sequences)
-        self._reports += 1
-        if mean.reports < _FIT_EVERY or not self._reports % _FIT_EVERY:
-            self._parts = None
+        self._line = None
 
     def step_ms(self, sequences: float) -> float:
-        """Milliseconds of a step with as much KV for each sequence as in the last report."""
-        base, per_sequence = self._line()
+        base, per_sequence = self._fitted()
         return base + per_sequence * sequences
 
     def sequences(self, step_ms: float) -> float:
         """The largest batch whose steps take no longer; may be less than 1, and infinite."""
-        base, per_sequence = self._line()
+        base, per_sequence = self._fitted()
         if base > step_ms:
             return 0.0
         return (step_ms - base) / per_sequence if per_sequence > 0 else inf
 
-    def _line(self) -> tuple[float, float]:
-        base, per_sequence, per_kv_token = self._fitted()
-        return base, per_sequence + per_kv_token * self._kv_per_sequence
-
-    def _fitted(self) -> tuple[float, float, float]:
-        if self._parts is None:
-            used = [0, 1, 2]
-            while min(found := self._least_squares(used), default=0.0) < 0:
-                del used[found.index(min(found))]
-            parts = dict(zip(used, found, strict=True))
-            self._parts = parts.get(0, 0.0), parts.get(1, 0.0), parts.get(2, 0.0)
-        return self._parts
-
-    def _least_squares(self, used: Sequence[int]) -> list[float]:
-        rows = [[0.0] * (len(used) + 1) for _ in used]
-        for mean in self._means.values():
-            weight, features = min(mean.reports, 1 / _GAIN), (1.0, mean.sequences, mean.kv_tokens)
-            values = [*(features[part] for part in used), mean.ms]
-            for row, value in zip(rows, values, strict=False):
-                for at, other in enumerate(values):
-                    row[at] += weight * value * other
-        for at, part in enumerate(used):
-            rows[at][at] += _RIDGE[part] * rows[at][at] + 1e-9
-        return _solved(rows)
-
-
-def _solved(rows: list[list[float]]) -> list[float]:
-    """Solve linear equations with a positive definite matrix, whose last column is the right side."""
-    for at, pivot in enumerate(rows):
-        for below in rows[at + 1 :]:
-            factor = below[at] / pivot[at]
-            for column in range(at, len(pivot)):
-                below[column] -= factor * pivot[column]
-    found = [0.0] * len(rows)
-    for at in reversed(range(len(rows))):
-        rest = sum(rows[at][other] * found[other] for other in range(at + 1, len(rows)))
-        found[at] = (rows[at][-1] - rest) / rows[at][at]
-    return found
+    def _fitted(self) -> tuple[float, float]:
+        if self._line is None and self._means:
+            weighed = [(min(mean.reports, 1 / _GAIN), mean) for mean in self._means.values()]
+            weight = sum(part for part, _ in weighed)
+            sequences = sum(part * mean.sequences for part, mean in weighed) / weight
+            ms = sum(part * mean.ms for part, mean in weighed) / weight
+            variance = sum(part * (mean.sequences - sequences) ** 2 for part, mean in weighed) / weight
+            covariance = sum(part * (mean.sequences - sequences) * (mean.ms - ms) for part, mean in weighed) / weight
+            slope = (covariance + _RIDGE * sequences * ms) / (variance + _RIDGE * sequences**2)
+            slope = min(max(slope, 0.0), ms / sequences)
+            self._line = ms - slope * sequences, slope
+        return self._line or (0.0, 0.0)

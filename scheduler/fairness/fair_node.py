@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 Rank = tuple[Any, ...]
@@ -72,33 +72,20 @@ class Ring(SortedRow):
 
     def enter(self, row: SortedRow) -> None:
         row.above = self
-        alone: SortedRow | None = self.heap[0][3] if self.size == 1 else None
         self._ranks += 1
         self.add((row.node.round, row.node.position, self._ranks, row))
-        if alone is not None:
-            self.refresh(alone)
 
     def first(self) -> SortedRow:
         """The row whose turn comes first."""
-        heap = self.heap
         while True:
-            rank = heap[0]
+            rank = self.heap[0]
             row: SortedRow = rank[3]
-            node: FairNode = row.node
-            if rank[0] == node.round:
+            if rank[0] == row.node.round:
                 return row
-            # As in `refresh`, without the calls: this runs for every outdated rank.
-            self._ranks += 1
-            row.rank = (node.round, node.position, self._ranks, row)
-            heapreplace(heap, row.rank)
-            while heap[0][3].rank is not heap[0]:
-                heappop(heap)
+            self.refresh(row)
 
     def refresh(self, row: SortedRow) -> None:
-        """Update a row's rank by its node's round. A row that is alone keeps its rank until the next row enters. A priority
-        class has a ring for each prefill worker, and is mostly alone in it."""
-        if self.size == 1:
-            return
+        """Update a row's rank by its node's round."""
         self._ranks += 1
         self.replace((row.node.round, row.node.position, self._ranks, row))
 
@@ -161,11 +148,7 @@ class FairNode:
         rings: list[Any] = [self.rows[key] for key in keys]
         lowest = order[-1][0]
         for ring in rings:
-            rank = ring.heap[0]
-            # The rank of one that is alone may be too high; see `refresh`.
-            turn = rank[0] if ring.size > 1 else rank[3].node.round
-            if turn < lowest:
-                lowest = turn
+            lowest = min(lowest, ring.heap[0][0])
         at = bisect_left(order, (lowest,)) if lowest > order[0][0] else 0
         for _, _, child in order[at : at + SCANNED_MAX]:
             rows = child.rows

@@ -79,9 +79,6 @@ class FairQueue(Generic[T]):
             node.weight = self.weights.get("/".join(node.path), 1.0)
             nodes.extend(node.children.values())
 
-    def tenants(self) -> Iterable[Path]:
-        return self._leaves.keys()
-
     def has(self, key: int) -> bool:
         """Whether anything waits under a key."""
         return key in self._root.rows
@@ -185,7 +182,7 @@ class FairQueue(Generic[T]):
                 node.owed = min(node.owed + ahead * node.weight, 0.0)
                 for row in node.rows.values():
                     # A rank that is too early is brought up to date when it comes first.
-                    if row.rank is not None and row.rank[0] > node.round and row.above.size > 1:
+                    if row.rank is not None and row.rank[0] > node.round:
                         row.above.refresh(row)
             node = ring
 

@@ -280,12 +280,6 @@ class KvAdmission:
         """Blocks the attempt holds at the most at the step the worker is known to have reached."""
         return self._entries[key].row.at(self.steps, self.block_size)
 
-    @property
-    def shared(self) -> int:
-        """Blocks that are not counted because another attempt that holds them too counts them."""
-        self._settle()
-        return self._shared.saved
-
     def forwarded(self, key: Key) -> int:
         """Returns the tokens that one choice of a running attempt has certainly emitted, without its first one."""
         entry = self._entries[key]

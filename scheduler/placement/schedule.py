@@ -32,7 +32,6 @@ def schedule(cluster: Cluster, now: float) -> None:
         pool = cluster.pools[model]
         if pool.breakers.wake(now):
             pool.wakeups.look_anew()
-        pool.headroom.pass_time(now)
         queue.shares = pool.shares if pool.is_short(now) else None
         if pool.paused:
             resume_due(pool, queue, now)

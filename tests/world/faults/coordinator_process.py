@@ -19,7 +19,7 @@ from coordinator.events import (
     Tick,
 )
 from coordinator.outbox import Outbox
-from coordinator.policy.versions import tenants_of
+from coordinator.policy_versions import tenants_of
 from coordinator.recovery.stall_detector import StallDetector
 from proto.drain import Drained, Draining, DrainRequest, Flip, FlipRequest
 from proto.errors import Interrupt, RemoteProtocolError

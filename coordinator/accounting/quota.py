@@ -298,8 +298,8 @@ class Quotas:
         self._drop_gone(day)
 
     def _drop_gone(self, day: int) -> None:
-        """Drop the levels that the file does not have and that hold nothing. What they used of a daily budget counts if they
-        come back on the same day."""
+        """Drop the levels that the file does not have and that hold nothing. A level that has used a daily budget stays until
+        the day is over, since this use counts if it comes back."""
         self._of.clear()
         self._dropped_on = day
         for name, account in list(self.accounts.items()):

@@ -24,8 +24,7 @@ from benchmarks.kv_utilization_load import Figures, Job, OverloadedCluster
 from benchmarks.settings import RoomBenchSettings
 from launcher import tables
 from launcher.reports import console_for, write_json
-from scheduler.kv_admission.admission import KvAdmission
-from scheduler.kv_admission.demand import KvDemand
+from scheduler.kv_admission.admission import KvAdmission, KvDemand
 
 Draw = Callable[[Random], Job]
 UNIFORM = {"uniform, prompt L/4": 0.25, "uniform, prompt L/2": 0.5, "uniform, prompt L": 1.0, "uniform, prompt 2L": 2.0}

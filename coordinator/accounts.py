@@ -1,6 +1,6 @@
 """Tenants' accounts: their rights by the tenants file, the bills of their requests, and goodput. Pure."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import replace
 from math import ceil
 from typing import NamedTuple
@@ -8,11 +8,10 @@ from zlib import crc32
 
 import msgspec
 
-from coordinator.accounting.billing import Billing
+from coordinator.accounting.billing import Billing, Opened, Past
 from coordinator.accounting.quota import Ask, Denial
-from coordinator.accounting.usage import Opened, Past
 from coordinator.events import Configured, Limits
-from coordinator.policy.versions import PolicyInForce
+from coordinator.policy_versions import PolicyInForce
 from proto.errors import Reject
 from proto.messages import Submit
 from runtime.tenancy.tenants import open_tenants
@@ -20,7 +19,6 @@ from scheduler.cluster import Cluster
 from scheduler.fairness.fair_node import Path
 from scheduler.request import Request
 from scheduler.waiting.projection import JITTER
-from scheduler.workers.worker import Allocation, Worker
 
 RELOAD_S = 5.0
 """Retry time for a tenant that only the gateway knows. The coordinator will have read the same file by then."""
@@ -99,8 +97,6 @@ class Accounts:
         self.classes_lowest_first = _lowest_first(limits)
         self.billing = Billing(open_tenants(), limits.remembered_s, limits.remembered_max)
         self.goodput = Goodput()
-        self.leaving: dict[str, None] = {}
-        """Tenants that are no longer in the tenants file, until they hold nothing any more."""
 
     def configure(self, event: Configured, now: float) -> None:
         """Put a tenants file in force. Live requests stay in the priority class they came in, even if the file no longer has
@@ -122,18 +118,11 @@ class Accounts:
             queue.replace_limits(self.limits)
             cluster.pools[model].shares.reweigh(queue.fair.weights)
         quotas = self.billing.quotas
-        known = dict.fromkeys([*quotas.accounts, *self.leaving])
+        before = list(quotas.accounts)
         self.billing.configure(tenants, event.utc_offset_s, event.past or Past(), now + self.limits.orphan_s_max, now)
-        known |= dict.fromkeys(quotas.accounts)
-        self.leaving = {tenant: None for tenant in known if tenants.policy(tenant) is None}
-        self.forget_idle(list(self.leaving), now)
-
-    def forget_idle(self, tenants: Iterable[str], now: float) -> None:
-        """Forget those of these tenants that are no longer in the file and have nothing left here."""
-        for tenant in tenants:
-            if tenant in self.leaving and self.billing.quotas.forget(tenant, now):
-                del self.leaving[tenant]
-                for queue in self._cluster.queues.values():
+        for tenant in before:
+            if tenants.policy(tenant) is None and ((account := quotas.accounts.get(tenant)) is None or account.idle):
+                for queue in cluster.queues.values():
                     queue.forget(tenant)
 
     def path(self, submit: Submit) -> tuple[str, str, str]:
@@ -150,8 +139,6 @@ class Accounts:
         submit, billing = request.submit, self.billing
         policy = billing.quotas.tenants.policy(submit.tenant)
         if submit.attempt > 1:
-            if policy is None:
-                self.leaving[submit.tenant] = None
             bill = billing.adopt(request.id, submit.resumed_tokens)
             if bill is None:
                 held = sum(key[0] == request.id for w in self._cluster.workers.values() for key in w.allocations)
@@ -195,16 +182,6 @@ class Accounts:
         new = self.billing.emitted(request_id, resumed_tokens, tokens, first=first)
         if new and path:
             self._cluster.queues[model].emitted(path, new)
-
-    def charge_room_for_large(self, worker: Worker, key: tuple[str, int], allocation: Allocation, now: float) -> None:
-        """Charge an attempt for which room had been kept: see `reserved_workers`."""
-        kept = self._cluster.pools[worker.hello.model].room_for_large
-        if not worker.is_decode or key not in kept.charges:
-            return
-        due, bill, prices = kept.charge_due(key, now), self.billing.bills.get(key[0]), self.limits.prices
-        if bill is not None:
-            paid = prices.prompt_token * bill.counters.prompt_tokens + prices.output(bill.counters.output_tokens)
-            self._cluster.queues[worker.hello.model].charge(allocation.path, due - paid)
 
     def count_finished(self, request: Request, output_tokens: int, now: float) -> None:
         """Count a finished request in goodput. `output_tokens`: over all choices."""

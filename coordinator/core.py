@@ -105,7 +105,6 @@ class Core:
             flips.resume_due(state)
         if members.flipping:
             flips.change_over_due(state)  # a worker whose change is given up takes work again
-        state.spread.go_on()
         suspects.fail_culprits(state)
         state.carry_out(self.scheduler.decide(now))
         if self.cluster.draining:
@@ -114,8 +113,6 @@ class Core:
 
     def next_deadline(self) -> float | None:
         state = self.state
-        if state.spread.jobs:
-            return state.now
         deadlines = [
             self.scheduler.next_deadline(state.now),
             requests.next_expiry(state),

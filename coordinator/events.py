@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from coordinator.accounting.usage import Closed, Opened, Past
-from coordinator.policy.versions import PolicyInForce
+from coordinator.accounting.billing import Closed, Opened, Past
+from coordinator.policy_versions import PolicyInForce
 from proto.messages import Hello, Message
 from runtime.tenancy.tenants import Tenants
 from scheduler.lifecycle import RequestState
 from scheduler.limits import SchedulerLimits
-from scheduler.waiting.freeing import fingerprint
+from scheduler.waiting.projection import fingerprint
 
 
 class PeerUp(msgspec.Struct, frozen=True, gc=False):

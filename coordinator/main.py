@@ -9,9 +9,9 @@ from pathlib import Path
 
 import msgspec
 
+from coordinator.accounting.billing import Closed, Opened, Past
 from coordinator.accounting.ledger import Ledger, LedgerError
 from coordinator.accounting.quota import DAY_S
-from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.core import Core
 from coordinator.event_log.recorder import EventRecorder
 from coordinator.events import (
@@ -28,8 +28,8 @@ from coordinator.events import (
     Tick,
 )
 from coordinator.outbox import Outbox
-from coordinator.policy.keeper import PolicyKeeper, PolicyStoreError
-from coordinator.policy.versions import PolicyInForce
+from coordinator.policy_keeper import PolicyKeeper, PolicyStoreError
+from coordinator.policy_versions import PolicyInForce
 from coordinator.recovery.stall_detector import StallDetector
 from coordinator.reporting import status
 from coordinator.reporting.metrics import CoordinatorMetrics

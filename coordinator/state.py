@@ -1,23 +1,23 @@
 """The parts of the core, and the operations that its handlers share: send, end, interrupt, and carry out decisions. Pure."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from coordinator.accounting.billing import Remembered
-from coordinator.accounting.usage import Closed, Opened
+from coordinator.accounting.billing import Closed, Opened, Remembered
 from coordinator.accounts import Accounts
 from coordinator.events import Action, Limits, Send, StateChanged
 from coordinator.members import Members
-from coordinator.messages import cluster_state, placement_messages
 from proto.errors import Interrupt, Reject
-from proto.messages import Interrupted, Message, Rejected, Release
+from proto.messages import ClusterState, Destination, Hello, Interrupted, Message, Prefill, Rejected, Release, Reserve
+from proto.parts import Room
 from scheduler.decisions import Decision, Dispatched, Interruption, Placement, Withdrawn
 from scheduler.lifecycle import TERMINAL, RequestState, Trigger
 from scheduler.request import Request, Suspicion
 from scheduler.scheduler import Scheduler
-from scheduler.spread import Spread
+from scheduler.workers.pool import Pool
+from scheduler.workers.prefix_index import usable_hashes
 
 
 class Last(msgspec.Struct, frozen=True, gc=False):
@@ -40,7 +40,6 @@ class State:
         self.members = Members(self.cluster.workers)
         self.accounts = Accounts(limits, self.cluster)
         self.billing = self.accounts.billing
-        self.spread = Spread()
         self.counters = self.cluster.counters
         self.outcomes: Counter[str] = Counter()
         self.alive: Counter[str] = Counter()  # how many live requests each model has
@@ -71,11 +70,8 @@ class State:
         self.out.append(StateChanged(request.id, request.submit.attempt, request.state, why))
 
     def record_usage(self, entry: Opened | Closed | None) -> None:
-        if entry is None:
-            return
-        self.out.append(entry)
-        if isinstance(entry, Closed):
-            self.accounts.forget_idle(self.billing.quotas.take_vacated(), self.now)
+        if entry is not None:
+            self.out.append(entry)
 
     # --- requests -------------------------------------------------------------------------------------------------------
 
@@ -110,7 +106,6 @@ class State:
         allocation = self.cluster.release(worker, key)
         if allocation is None:
             return
-        self.accounts.charge_room_for_large(worker, key, allocation, self.now)
         model, path, resumed = worker.hello.model, allocation.path, allocation.resumed_tokens
         self.accounts.emitted(model, path, key[0], resumed, emitted_tokens, first=first)
         self.record_usage(self.billing.release(key[0], self.now))
@@ -164,3 +159,47 @@ class State:
         request.blob = b""
         names = dict.fromkeys((prefill.hello.name, decode.hello.name))
         self.out.append(StateChanged(request.id, request.attempt, RequestState.PLACED, " + ".join(names)))
+
+
+def placement_messages(placed: Placement, gateway_hello: Hello) -> tuple[Reserve, Prefill]:
+    """Returns the message for the decode worker and the one for the prefill worker."""
+    request, prefill, decode = placed.request, placed.prefill, placed.decode
+    submit, gateway = request.submit, Destination(gateway_hello.address, request.gateway_incarnation)
+    what = (
+        *request.key,
+        submit.prompt_tokens,
+        submit.sampling,
+        submit.choices,
+        submit.first_choice,
+        submit.resumed_tokens,
+    )
+    size, decode_size = prefill.capacity.block_size, decode.capacity.block_size
+    hashes = usable_hashes(submit, size)
+    decode_hashes = hashes if decode_size == size else usable_hashes(submit, decode_size)
+    reserve = Reserve(
+        *what, placed.kv_blocks, gateway, prefill.incarnation, decode_hashes, request.tpot_ms, placed.returns
+    )
+    return reserve, Prefill(
+        *what,
+        gateway,
+        Destination(decode.hello.address, decode.incarnation),
+        decode_size,
+        hashes,
+        request.cached_tokens,
+        request.attempt_progress.fetched_tokens > 0,
+        placed.returns,
+    )
+
+
+def cluster_state(pools: Mapping[str, Pool]) -> ClusterState:
+    """Returns the summary for gateways: the models that can be served, and the largest request that each can have."""
+    servable = {model: pools[model] for model in sorted(pools) if pools[model].servable()}
+    sizes = tuple(pool.hash_block_size() for pool in servable.values())
+    return ClusterState(tuple(servable), sizes, rooms=tuple(map(_room, servable.values())))
+
+
+def _room(pool: Pool) -> Room:
+    """Returns the largest request that workers which are up can hold; each role has one."""
+    prompt_tokens = min(pool.context_tokens, max(worker.kv_tokens for worker in pool.prefill.values()))
+    decode = max(pool.decode.values(), key=lambda worker: worker.kv_tokens).capacity
+    return Room(pool.context_tokens, prompt_tokens, decode.kv_blocks, decode.block_size)

@@ -8,7 +8,7 @@ the two:
     decide           `placement.schedule` asks each prefill worker that may find something (`workers.wakeups`) for a step
       compose        `placement.steps`: the fair order (`fairness.fair_queue`) offers requests until the step is full
         decide       run on a pair of workers, wait for a better worker, or no room
-          best_side, pair   `placement.pairs`: candidates, filters, and costs in seconds by `score`
+          best_side, pair   `placement.pairs`: candidates, filters, and costs in seconds
           room       `kv_admission.admission`: a decode worker has room until the end of every stream it has
         place        `placement.place`: room is taken on both workers
     step_done, handed_over, progress, finished, failed

@@ -4,18 +4,43 @@ A rule changes the cluster, and appends to `decisions` what the owner of the sch
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from proto.errors import Interrupt
-from scheduler.decisions import Decision, Interruption, Withdrawn
+from scheduler.decisions import Decision, Interruption, Watch, Withdrawn
 from scheduler.lifecycle import RequestState, Trigger
 from scheduler.limits import SchedulerLimits
-from scheduler.observer import Watch
 from scheduler.request import RETAINED, Request, RetainedAllocation
-from scheduler.spread import Spread
 from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import Allocation, DecodeWorker, Where, Worker
+
+STEPS_PER_EVENT = 128
+
+
+class Spread:
+    """Work that grows with the cluster or the queue, spread over events. A job is an iterator that does a little with each
+    step. Each event does at most `STEPS_PER_EVENT` of them, and its owner asks to be called again at once while there are
+    more."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[Hashable, Iterator[None]] = {}  # oldest first
+
+    def begin(self, key: Hashable, job: Iterator[None]) -> None:
+        """Begin a job in place of an earlier one with this key."""
+        self.jobs.pop(key, None)
+        self.jobs[key] = job
+
+    def go_on(self) -> None:
+        steps = STEPS_PER_EVENT
+        while self.jobs and steps:
+            key, job = next(iter(self.jobs.items()))
+            for _ in job:
+                steps -= 1
+                if not steps:
+                    return
+            del self.jobs[key]
+
 
 STRETCH = 2.0  # a prompt may take so many times its own time, if its priority class wants the first token sooner
 
@@ -65,8 +90,13 @@ class Cluster:
             pool.bindings.unbind(request)
             pool.wakeups.waits_no_more(request)
             if pool.room_for_large.request is request:
-                self._end_room_for_large(request, now)
+                queue.charge(request.path, pool.room_for_large.end().cost(now))
+                pool.wakeups.look_anew()
             return
+        progress = request.attempt_progress
+        if progress.kept_room is not None:
+            queue.charge(request.path, progress.kept_room.cost(now))
+            progress.kept_room = None
         prefill = self.workers.get(request.prefill_incarnation)
         if prefill is not None:
             prefill.expect_no_more(request)
@@ -139,12 +169,6 @@ class Cluster:
             worker.hold((request.id, RETAINED), allocation)
         else:
             self.drop_retained(request)
-
-    def _end_room_for_large(self, request: Request, now: float) -> None:
-        """Stop keeping room for a large request. Charge its tenant for the work that could not run there."""
-        pool = self.pools[request.submit.model]
-        self.queues[request.submit.model].charge(request.path, pool.room_for_large.end(now))
-        pool.wakeups.look_anew()
 
     # --- what may run where ---------------------------------------------------------------------------------------------
 

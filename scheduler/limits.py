@@ -1,12 +1,98 @@
-"""The options of the scheduler."""
+"""The options of the scheduler, with prices and weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES, PriorityClass
-from scheduler.fairness.cost import START_LONG_TOKENS, Prices
-from scheduler.score import Weights
-from scheduler.step_pace import StepLimits
+from scheduler.step_times import StepLimits
+
+START_LONG_TOKENS = 1024.0  # the length that few answers are assumed to exceed, until some have been seen
+
+
+@dataclass(frozen=True)
+class Prices:
+    """The charge of a request to its tenant's turn, in weighted tokens: `w_p * (prompt - cached) + w_q * output`, at least 1.
+
+    A prompt token behind a long context takes more work than one at the beginning, so it counts for more: with `c` tokens
+    before it for `1 + c / attention_tokens`, where `attention_tokens` is the context at which attention takes as much work as
+    the weights. So tenants share the time of prefill workers, not the number of tokens. Quotas and usage count plain tokens.
+
+    Prompt tokens are charged chunk by chunk when they are dispatched. The estimated output is charged with the last chunk, and
+    longer output as it is emitted. Both are corrected to what was computed and emitted. So a request cancelled in the queue
+    costs nothing.
+    """
+
+    prompt_token: float = 1.0
+    output_token: float = 2.0
+
+    def chunk(self, tokens: int, context_tokens: int = 0, attention_tokens: int = 0) -> float:
+        """The cost of a chunk of `tokens` behind `context_tokens`; with `attention_tokens` 0 context costs nothing."""
+        cost = self.prompt_token * tokens
+        if attention_tokens:
+            cost *= 1.0 + (context_tokens + tokens / 2) / attention_tokens
+        return cost if cost > 1.0 else 1.0
+
+    def output(self, tokens: float) -> float:
+        return self.output_token * tokens
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of costs in seconds: see `placement.pairs`. Each says how much longer a first token may take to avoid it."""
+
+    queue: float = 1.0
+    compute: float = 4.0
+    """The weight of computing a token that another prefill worker has. Well over 1: it delays this prompt and those behind
+    it, and evicts other blocks from a cache. Caches with room for one copy of all hot prefixes, but not for two, lost half
+    their hits in an overload at 1.5."""
+    pressure: float = 2.0  # how much more it weighs for each waiting request, since it delays those requests too
+    transfer_s: float = 0.0005
+    """Per block to send while none was measured: a block of some hundred KB on a fast network, or in shared memory."""
+    remote_s: float = 0.001  # per block to send from host to host, on top
+    room_s: float = 0.2
+    """Seconds for a full prefill worker, far less for one with room: a full one has to give up cached blocks."""
+    load_s: float = 1.0
+    """Seconds for a full decode worker, proportionally less for others. Each further stream slows all others there for as long
+    as it runs."""
+    trouble_s: float = 5.0
+    """Seconds for a worker on which everything failed lately: it is avoided as long as there is another."""
+    targets_s: float = 2.0
+    """Seconds for a decode worker that is assigned to other targets for the time per token: more than for a full one."""
+    slow_s_max: float = 4.0
+    """The most seconds for a slow decode worker: it is better than one on which everything fails."""
+    numerics_s: float = 1000.0
+    """Seconds for a decode worker that computes other last bits than the one where an interrupted stream began: it is chosen
+    only if there is no other, since the stream may then go on with other tokens."""
+    unsafe_s: float = 1000.0
+    """Seconds for a prefill worker on which an interrupted request is likely to fail again."""
+
+
+def ring_weights(priority_classes: Mapping[str, PriorityClass]) -> dict[str, float]:
+    """Weights that give each priority class its share by weight, or its floor where that is more. Raises ValueError if
+    floors leave nothing to share.
+
+    Classes at their floor are taken out, and the rest is shared by weight among the others, until no other class falls below
+    its floor.
+    """
+    if sum(priority_class.floor_share for priority_class in priority_classes.values()) >= 1:
+        raise ValueError("the priority classes' floor_share add up to 1 or more")
+    floored: dict[str, float] = {}
+    while True:
+        rest = 1 - sum(floored.values())
+        total = sum(priority_class.weight for name, priority_class in priority_classes.items() if name not in floored)
+        shares = {
+            name: rest * priority_class.weight / total
+            for name, priority_class in priority_classes.items()
+            if name not in floored
+        }
+        below = {
+            name: priority_classes[name].floor_share
+            for name, share in shares.items()
+            if share < priority_classes[name].floor_share
+        }
+        if not below:
+            return {name: floored.get(name, shares.get(name, 0.0)) for name in priority_classes}
+        floored |= below
 
 
 @dataclass(frozen=True)
@@ -45,7 +131,6 @@ class SchedulerLimits:
     """An answer is counted on a decode worker with the length that few of its tenant's answers exceed, but with at least its
     max_tokens divided by this. 1: with max_tokens, so a decode worker never runs out of blocks."""
     long_output_tokens: float = START_LONG_TOKENS
-    """The length that few answers are assumed to exceed, until some have been seen."""
 
     @property
     def steps(self) -> StepLimits:

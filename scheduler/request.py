@@ -6,7 +6,7 @@ import msgspec
 
 from proto.messages import Submit
 from scheduler.fairness.tenant_queue import Entry
-from scheduler.kv_admission.demand import NEVER
+from scheduler.kv_admission.admission import NEVER
 from scheduler.kv_admission.sessions import OpenTurn, Sessions
 from scheduler.lifecycle import RequestState, Trigger, advance
 
@@ -56,6 +56,16 @@ class RetainedAllocation(NamedTuple):
     attempt: int
 
 
+class KeptRoom(NamedTuple):
+    """The cost of a decode worker that was kept for a request: see `workers.reserved_workers`."""
+
+    since: float
+    cost_per_s: float
+
+    def cost(self, now: float) -> float:
+        return self.cost_per_s * (now - self.since)
+
+
 class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     """The progress of a request since it last began to wait."""
 
@@ -79,6 +89,7 @@ class AttemptProgress(msgspec.Struct, eq=False, gc=False):
     output_charged: float = 0.0  # the output tokens that its tenant was charged for, as estimated
     retained: RetainedAllocation | None = None
     """Its room on a decode worker, kept after its prefill worker was lost and until it is placed again."""
+    kept_room: KeptRoom | None = None  # the room that was kept for it until it was placed, not paid for yet
     paid_tokens: int = 0
     """Tokens of this attempt's prompt that its tenant was already charged for in an earlier attempt that a drain cut short."""
 

@@ -103,7 +103,7 @@ class Scheduler:
         pool, queue = self.cluster.pools[request.submit.model], self.cluster.queues[request.submit.model]
         queue.learn(request, output_tokens)
         pool.traffic.finished(request.id, output_tokens, now)
-        pool.record_success()
+        pool.finished += 1
         pool.breakers.worked(worker.alone, request.failed_on)
 
     def failed(self, request: Request, worker: Worker, reason: Interrupt, now: float) -> str:
@@ -111,7 +111,6 @@ class Scheduler:
         "workers", "pairs", or an empty string."""
         pool, placed_at = self.cluster.pools[request.submit.model], request.attempt_progress.placed_at
         if reason is Interrupt.ENGINE_ERROR:
-            pool.record_failure(worker)
             key, kind = worker.alone, "workers"
             request.failed_on = (*request.failed_on[-FAILURES_KEPT:], key)
         elif reason is Interrupt.TRANSFER_FAILED:
@@ -256,8 +255,8 @@ class Scheduler:
         if not steps <= sequences <= steps * worker.capacity.max_seqs or not steps * done.timed_ms:
             return
         pool = self.cluster.pools[worker.hello.model]
-        means = sequences / steps, done.timed_kv_tokens / steps, done.timed_ms / steps
-        worker.measure_decode(means[0], means[2])
+        means = sequences / steps, done.timed_ms / steps
+        worker.measure_decode(*means)
         worker.measured_at = pool.finished
         if worker.hello.process:
             pool.measure_mixed(worker, steps, *means)

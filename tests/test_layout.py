@@ -18,9 +18,8 @@ FOLDERS_MAY_IMPORT = {
     "coordinator": {
         "accounting": "",
         "event_log": "",
-        "policy": "",
         "recovery": "reporting",
-        "reporting": "accounting policy",
+        "reporting": "accounting",
     },
     "scheduler": {
         "fairness": "",

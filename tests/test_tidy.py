@@ -103,7 +103,7 @@ DRIVERS = frozenset(
         "coordinator/event_log/recorder.py",
         "coordinator/accounting/ledger.py",
         "coordinator/main.py",
-        "coordinator/policy/keeper.py",
+        "coordinator/policy_keeper.py",
         "coordinator/serve.py",
     }
 )

@@ -21,17 +21,64 @@ gateway of an interrupted answer, since only the gateway knows how far the answe
 """
 
 from collections import OrderedDict, deque
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import msgspec
 
 from coordinator.accounting.quota import NO_RATES, Ask, Denial, Grant, Quotas
-from coordinator.accounting.usage import Closed, Past, Settled
 from proto.messages import RateState, Submit
 from proto.parts import Held
 from runtime.tenancy.tenants import Tenants
 from scheduler.lifecycle import RequestState
 from scheduler.request import StateTimes
+
+
+class Opened(msgspec.Struct, frozen=True, gc=False):
+    """A request is accepted: charged at its estimate until it ends."""
+
+    request_id: str
+    day: int  # the day on which it counts, in days since 1970, UTC
+    tenant: str
+    model: str
+    priority_class: str
+    borrowed: bool
+    ask: Ask
+    again: bool = False  # Its row may have been closed before. It is charged at least what it was charged then.
+    from_token: int = 0
+    """The first answer token that is charged here. Those before it are charged to another request, of which this one
+    continues a choice."""
+
+
+class Closed(msgspec.Struct, frozen=True, gc=False):
+    """A request has ended, with what was really computed and emitted. Times are over all attempts."""
+
+    request_id: str
+    outcome: str
+    charged_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    queue_ms: float
+    prefill_ms: float
+    transfer_ms: float
+    decode_ms: float
+    from_token: int = 0  # `output_tokens` are counted from here
+
+
+Entry = Opened | Closed
+
+
+@dataclass(frozen=True)
+class Past:
+    """The state that the ledger held when the coordinator started."""
+
+    open: tuple[Opened, ...] = ()  # requests that an earlier coordinator accepted, without a written end
+    charged: tuple[tuple[str, int, int], ...] = ()
+    """(tenant, day, tokens) of the day of the start, the open ones included."""
+    recent: tuple[tuple[str, float, int], ...] = ()
+    """(tenant, seconds ago, tokens) of each request accepted in the last minute within its rates, oldest first."""
+
 
 V = TypeVar("V")
 SLICES = 16  # of the time and of the number of `Remembered`
@@ -48,8 +95,9 @@ def whole_of(submit: Submit) -> str:
 
 
 class UsageCounters(msgspec.Struct, eq=False, gc=False):
-    """The usage on a bill so far."""
+    """The usage on a bill. It is kept for a while after the bill is closed, so that a later bill can continue from it."""
 
+    prompt_tokens_max: int
     attempt: int = 0
     computed_tokens: int = 0  # prompt tokens that were computed in this attempt
     prompt_tokens: int = 0  # prompt tokens to be charged
@@ -73,16 +121,15 @@ class UsageCounters(msgspec.Struct, eq=False, gc=False):
 class Bill(msgspec.Struct, eq=False, gc=False):
     grant: Grant
     request_id: str
-    prompt_tokens_max: int
+    counters: UsageCounters
     choices: int = 1
-    counters: UsageCounters = msgspec.field(default_factory=UsageCounters)
     times: StateTimes = msgspec.field(default_factory=StateTimes)
 
     @property
     def estimate(self) -> Ask:
         """The amounts that were reserved, with those that were charged before."""
         counters, grant = self.counters, self.grant
-        prompt_tokens = counters.prompt_tokens if counters.prompt_done else self.prompt_tokens_max
+        prompt_tokens = counters.prompt_tokens if counters.prompt_done else counters.prompt_tokens_max
         before = counters.charged_tokens - prompt_tokens
         return Ask(prompt_tokens, before + grant.tokens, grant.kv_blocks, before + grant.tokens_max, grant.sequences)
 
@@ -137,8 +184,8 @@ class Billing:
         self.orphans: OrderedDict[str, float] = OrderedDict()  # request → when it is written off; soonest first
         self.doubts: OrderedDict[str, float] = OrderedDict()
         """Cancelled request → when it is closed as that; soonest first, or nearly."""
-        self.settled: Remembered[Settled] = Remembered(remembered_s, remembered_max)
-        """Totals of closed bills. Only the ledger has those of older ones."""
+        self.settled: Remembered[UsageCounters] = Remembered(remembered_s, remembered_max)
+        """The usage on closed bills. Only the ledger has that of older ones."""
 
     # --- what is configured, what was before ----------------------------------------------------------------------------
 
@@ -150,9 +197,9 @@ class Billing:
             self.quotas.seed(tenant, day, tokens, now)
         for row in past.open:
             grant = self.quotas.restore(row.tenant, row.ask, row.day, now)
-            counters = self._open(row.request_id, grant, row.ask.prompt_tokens).counters
-            counters.prompt_tokens = row.ask.prompt_tokens
+            counters = UsageCounters(row.ask.prompt_tokens, prompt_tokens=row.ask.prompt_tokens)
             counters.output_tokens = counters.from_token = row.from_token
+            self._open(row.request_id, grant, counters)
             self.orphans[row.request_id] = orphans_until
 
     # --- acceptance -----------------------------------------------------------------------------------------------------
@@ -181,40 +228,41 @@ class Billing:
         grant = self.quotas.reserve(submit.tenant, ask, now, idle=idle, usual_s=usual_s, fingerprint=fingerprint)
         if isinstance(grant, Denial):
             return grant
-        return self._open(submit.request_id, grant, ask.prompt_tokens, submit.choices)
+        return self._open(submit.request_id, grant, UsageCounters(ask.prompt_tokens), submit.choices)
 
-    def _open(self, request_id: str, grant: Grant, prompt_tokens_max: int, choices: int = 1) -> Bill:
+    def _open(self, request_id: str, grant: Grant, counters: UsageCounters, choices: int = 1) -> Bill:
         assert request_id not in self.bills
-        bill = self.bills[request_id] = Bill(grant, request_id, prompt_tokens_max, choices)
+        bill = self.bills[request_id] = Bill(grant, request_id, counters, choices)
         return bill
 
     def open_promised(self, submit: Submit, ask: Ask, held: int, now: float) -> Bill:
         """Open the bill of a request in its second or a later attempt that has none: its client was promised an answer, and no
         limit is asked. Nothing that was charged before is charged again. If the earlier charge is forgotten here, the ledger
         has it, and tokens that were sent count as charged. `held`: reservations that workers brought along."""
-        request_id, resumed_tokens = submit.request_id, submit.resumed_tokens
+        request_id, resumed_tokens, of_choice = submit.request_id, submit.resumed_tokens, bool(whole_of(submit))
         before = self.settled.get(request_id)
-        of_choice = bool(whole_of(submit))
-        done = before.prompt_done if before is not None else of_choice or resumed_tokens > 0
-        prompt_tokens_max = 0 if done else submit.prompt_tokens - resumed_tokens
         if before is not None:
-            prompt_tokens_max = before.prompt_tokens_max
-        due = prompt_tokens_max - before.prompt_tokens if before is not None else prompt_tokens_max
-        ask = msgspec.structs.replace(ask, prompt_tokens=0 if done else due)
-        grant = self.quotas.restore(submit.tenant, ask, self.quotas.day(now), now, counted=False)
-        bill = self._open(request_id, grant, prompt_tokens_max, submit.choices)
-        counters = bill.counters
-        counters.again, counters.prompt_done, counters.held, counters.output_tokens = True, done, held, resumed_tokens
-        if before is not None:
-            counters.attempt, counters.computed_tokens = before.attempt, before.computed_tokens
-            counters.prompt_tokens, counters.from_token = before.prompt_tokens, before.from_token
-            counters.output_tokens = max(before.output_tokens, resumed_tokens)
-            counters.charged_tokens = before.used_tokens
-        elif of_choice:
-            counters.from_token = resumed_tokens
+            counters = UsageCounters(
+                before.prompt_tokens_max,
+                before.attempt,
+                before.computed_tokens,
+                before.prompt_tokens,
+                before.prompt_done,
+                max(before.output_tokens, resumed_tokens),
+                before.from_token,
+                before.used_tokens,
+            )
         else:
-            counters.charged_tokens = resumed_tokens
-        return bill
+            done = of_choice or resumed_tokens > 0
+            counters = UsageCounters(
+                0 if done else submit.prompt_tokens, prompt_done=done, output_tokens=resumed_tokens
+            )
+            counters.from_token, counters.charged_tokens = (resumed_tokens, 0) if of_choice else (0, resumed_tokens)
+        counters.again, counters.held = True, held
+        due = 0 if counters.prompt_done else counters.prompt_tokens_max - counters.prompt_tokens
+        ask = msgspec.structs.replace(ask, prompt_tokens=due)
+        grant = self.quotas.restore(submit.tenant, ask, self.quotas.day(now), now, counted=False)
+        return self._open(request_id, grant, counters, submit.choices)
 
     def undo(self, bill: Bill, now: float, orphans_until: float) -> None:
         """Undo the bill of a request that was not accepted after all. An orphan becomes one again, since its gateway may come
@@ -263,7 +311,7 @@ class Billing:
             counters.attempt, counters.computed_tokens = attempt, 0
         computed = counters.computed_tokens = counters.computed_tokens + tokens
         if computed > counters.prompt_tokens:
-            counters.prompt_tokens = min(computed, bill.prompt_tokens_max)
+            counters.prompt_tokens = min(computed, counters.prompt_tokens_max)
 
     def prompt_done(self, request_id: str) -> None:
         bill = self.bills.get(request_id)
@@ -378,17 +426,13 @@ class Billing:
         self.doubts.pop(bill.request_id, None)
         counters = bill.counters
         whole = counters.prompt_done or counters.outcome == RequestState.FINISHED
-        cached_tokens = max(bill.prompt_tokens_max - counters.prompt_tokens, 0) if whole else 0
+        cached_tokens = max(counters.prompt_tokens_max - counters.prompt_tokens, 0) if whole else 0
         used_tokens = counters.used_tokens
         if used_tokens or counters.outcome not in _UNSERVED:
             self.quotas.settle(bill.grant, used_tokens - counters.charged_tokens, now)
         else:
             self.quotas.undo(bill.grant, now)
-        settled = Settled(
-            counters.attempt, counters.computed_tokens, counters.prompt_tokens, bill.prompt_tokens_max, counters.prompt_done,
-            counters.output_tokens, counters.from_token, counters.charged_tokens, used_tokens,
-        )  # fmt: skip
-        self.settled.put(bill.request_id, settled, now)
+        self.settled.put(bill.request_id, counters, now)
         return Closed(
             bill.request_id,
             counters.outcome,

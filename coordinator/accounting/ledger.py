@@ -22,8 +22,11 @@ Closed rows are deleted `keep_days` after their acceptance, a bounded number bet
 Rows are found by request id; a second opening or closing of one changes nothing. The rates per minute go on from the
 rows of the last minute.
 
-**A start does not take longer with the day.** It reads only rows that an index finds (`ledger_past`): open rows, rows of the
-last minute, and the day's sums.
+**A start does not take longer with the day.** It reads only rows that an index finds: open rows, rows of the last minute, and
+the sums of the day. Triggers keep these sums in the transaction that writes the rows.
+
+**No row keeps a coordinator from starting.** Other programs may have written to the file, and disks fail. So a row that this
+program would not write is left out and counted.
 
 **Private.** The file and those that SQLite makes beside it can be read by this user alone: they have tenants and their usage.
 
@@ -42,23 +45,140 @@ import asyncio
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing
+from datetime import date
 from math import inf
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
+import msgspec
+from msgspec import Meta
 from msgspec.structs import asdict
 
-from coordinator.accounting import ledger_past
-from coordinator.accounting.ledger_past import day_text
+from coordinator.accounting.billing import Closed, Entry, Opened, Past
 from coordinator.accounting.quota import DAY_S, Ask
-from coordinator.accounting.usage import Closed, Entry, Opened, Past
 from proto.errors import CrossdockError
+from proto.fields import Count, RequestId, Text
 from runtime.process import clock, log
 from runtime.process.exits import is_passing
 from runtime.storage.private_file import make_private
+
+OPEN_MAX: Final = 1 << 17  # open rows taken over at a start
+RECENT_MAX: Final = 1 << 18
+_EPOCH: Final = date(1970, 1, 1).toordinal()
+_READ_OPEN: Final = """
+SELECT request_id, day, tenant, model, priority_class, borrowed, from_token, prompt_tokens, output_tokens, kv_blocks,
+    output_tokens_max
+FROM usage INDEXED BY usage_open -- left to itself, SQLite goes through all rows for their order
+WHERE outcome IS NULL ORDER BY day DESC LIMIT ?
+"""
+_LAST_MINUTE: Final = """
+SELECT tenant, accepted_s, charged_tokens FROM usage WHERE accepted_s BETWEEN ? AND ? AND NOT borrowed
+ORDER BY accepted_s LIMIT ?
+"""
+_TOTALS_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS usage_totals (
+    day TEXT NOT NULL,
+    tenant TEXT NOT NULL,
+    requests INTEGER NOT NULL,
+    charged_tokens INTEGER NOT NULL,
+    PRIMARY KEY (day, tenant)
+) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS usage_totals_inserted AFTER INSERT ON usage BEGIN
+    INSERT INTO usage_totals VALUES (NEW.day, NEW.tenant, 1, NEW.charged_tokens)
+    ON CONFLICT (day, tenant) DO UPDATE SET requests = requests + 1,
+        charged_tokens = charged_tokens + excluded.charged_tokens;
+END;
+CREATE TRIGGER IF NOT EXISTS usage_totals_updated AFTER UPDATE OF charged_tokens ON usage BEGIN
+    UPDATE usage_totals SET charged_tokens = charged_tokens + NEW.charged_tokens - OLD.charged_tokens
+    WHERE day = NEW.day AND tenant = NEW.tenant;
+END;
+CREATE TRIGGER IF NOT EXISTS usage_totals_deleted AFTER DELETE ON usage BEGIN
+    UPDATE usage_totals SET requests = requests - 1, charged_tokens = charged_tokens - OLD.charged_tokens
+    WHERE day = OLD.day AND tenant = OLD.tenant;
+    DELETE FROM usage_totals WHERE day = OLD.day AND tenant = OLD.tenant AND requests = 0;
+END;
+"""
+_OF_DAY: Final = "SELECT tenant, charged_tokens FROM usage_totals WHERE day = ?"
+_Name = Annotated[Text, Meta(min_length=1)]
+
+
+class _OpenRow(msgspec.Struct, array_like=True):
+    request_id: RequestId
+    day: Annotated[str, Meta(pattern=r"^\d{4}-\d\d-\d\d\Z")]
+    tenant: _Name
+    model: Text
+    priority_class: Text
+    borrowed: Literal[0, 1]
+    from_token: Count
+    prompt_tokens: Count
+    output_tokens: Count
+    kv_blocks: Count
+    output_tokens_max: Count
+
+
+class _RecentRow(msgspec.Struct, array_like=True):
+    tenant: _Name
+    accepted_s: float
+    charged_tokens: Count
+
+
+class _TotalRow(msgspec.Struct, array_like=True):
+    tenant: _Name
+    charged_tokens: Count
+
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+
+def day_text(day: int) -> str:
+    """Days since 1970 as `2026-11-21`."""
+    return date.fromordinal(_EPOCH + day).isoformat()
+
+
+def read_past(db: sqlite3.Connection, today: int, unix_s: float) -> tuple[Past, int]:
+    """The bills that are open, the charges of `today`, and the last minute before `unix_s`; and how many rows were left out.
+    Raises `sqlite3.Error`."""
+    left_out: list[object] = []
+
+    def rows(kind: type[R], statement: str, *arguments: object) -> Iterator[R]:
+        for row in db.execute(statement, arguments):
+            try:
+                yield msgspec.convert(row, kind)
+            except msgspec.ValidationError:
+                left_out.append(row)
+
+    def opened() -> Iterator[Opened]:
+        for row in rows(_OpenRow, _READ_OPEN, OPEN_MAX):
+            try:
+                day = date.fromisoformat(row.day).toordinal() - _EPOCH
+            except ValueError:
+                left_out.append(row)
+                continue
+            ask = Ask(row.prompt_tokens, row.output_tokens, row.kv_blocks, row.output_tokens_max)
+            names = (row.tenant, row.model, row.priority_class)
+            yield Opened(row.request_id, day, *names, bool(row.borrowed), ask, from_token=row.from_token)
+
+    db.text_factory = _text_or_bytes
+    try:
+        bills = {row.request_id: row for row in opened()}
+        charged = [(row.tenant, today, row.charged_tokens) for row in rows(_TotalRow, _OF_DAY, day_text(today))]
+        minute = rows(_RecentRow, _LAST_MINUTE, unix_s - 60.0, unix_s, RECENT_MAX)
+        recent = [(row.tenant, unix_s - row.accepted_s, row.charged_tokens) for row in minute]
+    finally:
+        db.text_factory = str
+    return Past(tuple(bills.values()), tuple(charged), tuple(recent)), len(left_out)
+
+
+def _text_or_bytes(raw: bytes) -> str | bytes:
+    """Returns bytes that are not UTF-8 as they are; the check of the row refuses them."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw
+
 
 T = TypeVar("T")
 QUEUE_MAX: Final = 1 << 16
@@ -228,7 +348,7 @@ class Ledger:
                 past.set_exception(failure)
 
     def _read(self, db: sqlite3.Connection, today: int) -> Past:
-        past, unreadable = ledger_past.read(db, today, clock.unix_time())
+        past, unreadable = read_past(db, today, clock.unix_time())
         if unreadable:
             what = "rows of the ledger cannot be read and are left out: what they say counts for no tenant"
             log.get("crossdock.ledger").warning(what, usage_db=str(self.path), rows=unreadable)
@@ -324,7 +444,7 @@ def _prepare(db: sqlite3.Connection) -> None:
         raise LedgerError(f"it is of version {version}, this program writes version {_VERSION}")
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
-    db.executescript(_SCHEMA + ledger_past.TOTALS_SCHEMA)
+    db.executescript(_SCHEMA + _TOTALS_SCHEMA)
     # A file that cannot be written to, such as one with another table, is refused before any request is served.
     db.execute("BEGIN IMMEDIATE")
     for entry in _TRIED:

@@ -25,7 +25,8 @@ import msgspec
 
 from proto.messages import RateState
 from runtime.tenancy.tenants import Level, QuotaLimits, Tenants
-from scheduler.waiting.freeing import ComingBack, FreeingRate
+from scheduler.waiting.projection import ComingBack
+from scheduler.waiting.rates import FreeingRate
 
 NS = 1_000_000_000
 NO_LIMITS = QuotaLimits()
@@ -189,11 +190,8 @@ class Quotas:
     utc_offset_s: float = 0.0
     accounts: dict[str, Account] = field(default_factory=dict)
     _of: dict[str, tuple[Account, ...]] = field(default_factory=dict, repr=False)  # the levels of each tenant
-    _spent: dict[str, int] = field(default_factory=dict, repr=False)
-    """Levels that are gone, with the day on which they used a daily budget. This use counts if they come back."""
     _level_names: set[str] = field(default_factory=set, repr=False)  # names of the levels of all tenants in the file
-    _vacated: dict[str, None] = field(default_factory=dict, repr=False)
-    """Levels of tenants that are not in the file, and that have come to hold nothing since the last `take_vacated`."""
+    _dropped_on: int = 0  # the day on which levels that are not in the file were last dropped
 
     def __post_init__(self) -> None:
         self._level_names = {level.name for policy in self.tenants.policies.values() for level in policy.levels}
@@ -290,44 +288,24 @@ class Quotas:
     def replace(self, tenants: Tenants, utc_offset_s: float, now: float) -> None:
         """Put a new tenants file in force. Limits change; used and held amounts stay, also those of tenants that are gone."""
         self.tenants, self.utc_offset_s = tenants, utc_offset_s
-        self._of.clear()
         now_ns, day = round(now * NS), self.day(now)
         levels = {level.name: level for policy in tenants.policies.values() for level in policy.levels}
         self._level_names = set(levels)
         for name, account in list(self.accounts.items()):
             account.day = min(account.day, day)  # the wall clock was ahead, and its day has yet to begin
-            level = levels.get(name)
-            if level is not None:
-                account.set(level, now_ns)
-                self._spent.pop(name, None)
-            else:
-                self._drop(name, day)
+            if name in levels:
+                account.set(levels[name], now_ns)
+        self._drop_gone(day)
 
-    def forget(self, tenant: str, now: float) -> bool:
-        """Let a tenant go that the file does not have; False while something is held by it."""
-        account = self.accounts.get(tenant)
-        if account is not None and not account.idle:
-            return False
-        self._of.pop(tenant, None)
-        for name in {tenant, tenant.partition("/")[0]} - self._level_names:
-            self._drop(name, self.day(now))
-        return True
-
-    def take_vacated(self) -> list[str]:
-        """Tenants that the file does not have and that hold nothing any more; each is named once."""
-        vacated = list(self._vacated)
-        self._vacated.clear()
-        return vacated
-
-    def _drop(self, name: str, day: int) -> None:
-        account = self.accounts.get(name)
-        if account is None or not account.idle:
-            return
-        if account.limits.tokens_per_day is not None and account.day_tokens and account.day >= day:
-            self._spent[name] = account.day
-        else:
-            del self.accounts[name]
-            self._spent.pop(name, None)
+    def _drop_gone(self, day: int) -> None:
+        """Drop the levels that the file does not have and that hold nothing. A level that has used a daily budget stays until
+        the day is over, since this use counts if it comes back."""
+        self._of.clear()
+        self._dropped_on = day
+        for name, account in list(self.accounts.items()):
+            is_spent = account.limits.tokens_per_day is not None and account.day_tokens and account.day >= day
+            if name not in self._level_names and account.idle and not is_spent:
+                del self.accounts[name]
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
@@ -336,7 +314,7 @@ class Quotas:
         found = self._of.get(tenant)
         if found is None:
             policy = self.tenants.policy(tenant)
-            # Only `restore` and `seed` come with a tenant that the file no longer has: its accounts go with its last request.
+            # Only `restore` and `seed` come with a tenant that the file no longer has: they go with the next file or day.
             levels = policy.levels if policy is not None else tuple(_levels_of_unknown(tenant))
             for level in levels:
                 if level.name not in self.accounts:
@@ -419,8 +397,6 @@ class Quotas:
             account.tokens_in_flight -= grant.tokens_max
             account.kv_blocks -= grant.kv_blocks
             assert account.tokens_in_flight >= 0 and account.kv_blocks >= 0
-            if account.idle and self.tenants.policy(account.name) is None:
-                self._vacated[account.name] = None
             if undo and account.requests is not None and grant.rated & 1 << (2 * index):
                 account.requests.take(-1)
             if account.tokens is not None and grant.rated & 2 << (2 * index):
@@ -429,9 +405,8 @@ class Quotas:
                 account.day_tokens += used_tokens - grant.tokens_max
                 account.day_spare_tokens -= grant.tokens_max - grant.tokens
         grant.accounts = ()
-        if self._spent and next(iter(self._spent.values())) < day:
-            for name in list(self._spent):
-                self._drop(name, day)
+        if day > self._dropped_on:
+            self._drop_gone(day)
 
 
 def _levels_of_unknown(tenant: str) -> Iterator[Level]:

@@ -10,10 +10,10 @@ from typing import Any
 
 import msgspec
 
+from scheduler.decisions import Looked, Outcome
 from scheduler.fairness.fair_node import FairNode
 from scheduler.fairness.fair_queue import where_they_part
 from scheduler.fairness.tenant_queue import AGED, Entry
-from scheduler.observer import Looked, Outcome
 from scheduler.request import Request
 from scheduler.waiting.queue_keys import TRIAL_KEY, bound_key, is_class
 from scheduler.workers.pool import Pool

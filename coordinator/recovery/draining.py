@@ -11,6 +11,7 @@ computes their last tokens, and sends the KV to the decode worker on which they 
 from collections.abc import Sequence
 from math import inf
 
+from coordinator.members import FlipState
 from coordinator.reporting import status
 from coordinator.state import State
 from proto.drain import DrainAnswer, Drained, Draining, DrainRequest
@@ -18,7 +19,6 @@ from proto.errors import Interrupt
 from proto.messages import Interrupted, Release, Role
 from scheduler.lifecycle import ON_WORKERS, RequestState
 from scheduler.request import Request
-from scheduler.workers.flip import FlipState
 from scheduler.workers.worker import Worker
 
 ORDERS_MAX = 1024

@@ -8,6 +8,7 @@ It is given up on both sides if a connection to the process is lost.
 from collections.abc import Sequence
 from math import inf
 
+from coordinator.members import FlipState, RunningFlip
 from coordinator.recovery import draining
 from coordinator.reporting import status
 from coordinator.state import State
@@ -17,7 +18,6 @@ from proto.errors import Interrupt
 from proto.limits import flips_at_once
 from proto.messages import Hello, Interrupted, Role
 from scheduler.lifecycle import RequestState
-from scheduler.workers.flip import FlipState, RunningFlip
 from scheduler.workers.worker import WORKERS, Worker
 
 REGISTER_S_MAX = 15.0

@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Iterator
 
 from coordinator.events import ProtocolViolation
-from coordinator.messages import cluster_state
 from coordinator.recovery import draining, flips, suspects
-from coordinator.state import State
+from coordinator.state import State, cluster_state
 from proto.errors import CancelReason, Interrupt
 from proto.messages import Hello, Release, Role
 from proto.progress import Hung
@@ -94,7 +93,6 @@ def _worker_lost(state: State, worker: Worker, reason: str, lives: bool) -> None
         for chunk in step.chunks:
             state.record_usage(state.billing.lost(chunk.request_id, now))
     for key, allocation in worker.allocations.items():
-        state.accounts.charge_room_for_large(worker, key, allocation, now)
         emitted, resumed = worker.forwarded(key), allocation.resumed_tokens
         state.accounts.emitted(hello.model, allocation.path, key[0], resumed, emitted, first=emitted > 0)
         state.record_usage(state.billing.lost(key[0], now))
@@ -140,7 +138,7 @@ def _gateway_lost(state: State, incarnation: int, hello: Hello) -> None:
     own = {name: request for name, request in requests.items() if request.gateway_incarnation == incarnation}
     state.members.orphans |= own
     state.members.lost_gateways[incarnation] = hello
-    state.spread.begin(incarnation, _end_orphans(state, incarnation, own))
+    state.cluster.spread.begin(incarnation, _end_orphans(state, incarnation, own))
 
 
 def _end_orphans(state: State, incarnation: int, request_ids: Iterable[str]) -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from coordinator.accounts import GoodputCounts
-from coordinator.policy.versions import PolicyInForce
+from coordinator.policy_versions import PolicyInForce
 from coordinator.state import State
 from proto.limits import MAX_CLASSES_SHOWN
 from proto.messages import Hello, Message, Role, StatusRequest
@@ -156,18 +156,15 @@ def _emitted(state: State, request_id: str) -> int | None:
 
 def _tenants(state: State) -> tuple[TenantStatus, ...]:
     """Returns the tenants that were served most lately, or that wait."""
-    costs: dict[tuple[str, ...], float] = {}
-    waiting: dict[tuple[str, ...], int] = {}
+    costs: dict[str, float] = {}
+    waiting: dict[str, int] = {}
     for queue in state.cluster.queues.values():
-        for path, cost_per_s, count in _served(queue, state.now):
-            name = path[1:]
-            costs[name] = costs.get(name, 0.0) + cost_per_s
-            waiting[name] = waiting.get(name, 0) + count
+        for one in services(queue, state.now):
+            costs[one.tenant] = costs.get(one.tenant, 0.0) + one.cost_per_s
+            waiting[one.tenant] = waiting.get(one.tenant, 0) + one.waiting
     whole = sum(costs.values()) or inf
     first = nsmallest(TENANTS_SHOWN, ((-cost, name) for name, cost in costs.items()))
-    return tuple(
-        TenantStatus("/".join(filter(None, name)), min(-cost / whole, 1.0), waiting[name]) for cost, name in first
-    )
+    return tuple(TenantStatus(name, min(-cost / whole, 1.0), waiting[name]) for cost, name in first)
 
 
 def _pairs(state: State) -> tuple[PairStatus, ...]:
@@ -222,31 +219,22 @@ def targets(own: tuple[Role, str, str], hellos: Iterable[Hello]) -> list[dict[st
 class ServedTenant(NamedTuple):
     """One tenant in one priority class of one model."""
 
-    priority_class: str
-    organisation: str
-    user: str
+    path: Path
     cost_per_s: float  # dispatched over about the last ten seconds, answers as estimated
     waiting: int  # requests
 
     @property
     def tenant(self) -> str:
-        return f"{self.organisation}/{self.user}" if self.user else self.organisation
+        return "/".join(filter(None, self.path[1:]))
 
 
-def services(queue: WaitQueue, now: float) -> list[ServedTenant]:
-    """The service to tenants that were served lately, or that wait."""
-    return [
-        ServedTenant(priority_class, organisation, user, cost_per_s, waiting)
-        for (priority_class, organisation, user), cost_per_s, waiting in _served(queue, now)
-    ]
-
-
-def _served(queue: WaitQueue, now: float) -> Iterator[tuple[Path, float, int]]:
+def services(queue: WaitQueue, now: float) -> Iterator[ServedTenant]:
+    """Yields the tenants that were served lately, or that wait."""
     for path in {**queue.served, **queue.line.tenants}:
         served = queue.served.get(path)
         cost_per_s, waiting = served.per_s(now) if served else 0.0, queue.line.waiting(path)
         if waiting or cost_per_s >= 0.01:
-            yield path, cost_per_s, waiting
+            yield ServedTenant(path, cost_per_s, waiting)
 
 
 def jain(values: Iterable[float]) -> float:
@@ -259,15 +247,14 @@ def jain(values: Iterable[float]) -> float:
 def evenness(queue: WaitQueue, found: Iterable[ServedTenant]) -> dict[str, float]:
     """Jain's index of the cost served per weight for each priority class, over organisations with requests waiting. Those
     without any get what they ask for, which is no question of fairness."""
-    served: dict[tuple[str, str], float] = {}
-    waiting: set[tuple[str, str]] = set()
+    served: dict[Path, float] = {}
+    waiting: set[Path] = set()
     for one in found:
-        where = (one.priority_class, one.organisation)
+        where = one.path[:2]
         served[where] = served.get(where, 0.0) + one.cost_per_s
         if one.waiting:
             waiting.add(where)
     by_priority_class: dict[str, list[float]] = {}
-    for priority_class, organisation in sorted(waiting):
-        weight = queue.fair.weights.get(f"{priority_class}/{organisation}", 1.0)
-        by_priority_class.setdefault(priority_class, []).append(served[priority_class, organisation] / weight)
+    for path in sorted(waiting):
+        by_priority_class.setdefault(path[0], []).append(served[path] / queue.weight(path))
     return {priority_class: jain(values) for priority_class, values in by_priority_class.items()}

@@ -20,11 +20,22 @@ from coordinator.event_log.reasons import (
     RoomKept,
     SameTenant,
 )
-from coordinator.event_log.timeline import Changed, ChunkSent, Entry, KeptFor, Passed, Placed, RequestEnded, Submitted
-from coordinator.event_log.whole_log import LoggedAdvice, RoleChange, Waited
+from coordinator.event_log.timeline import (
+    Changed,
+    ChunkSent,
+    Entry,
+    KeptFor,
+    LoggedAdvice,
+    Passed,
+    Placed,
+    RequestEnded,
+    RoleChange,
+    Submitted,
+    Waited,
+)
 from coordinator.events import Action, Event, Received, Send
 from launcher import tables
-from scheduler.observer import StepEnd
+from scheduler.decisions import StepEnd
 
 CHUNKS_MAX = 12  # a longer run is shown as one entry
 _ORDERS = {

@@ -13,8 +13,7 @@ from rich.markup import escape
 
 from coordinator.event_log.format import EventLogError
 from coordinator.event_log.replay import Difference, Observer, Replay
-from coordinator.event_log.timeline import Entry, Timeline
-from coordinator.event_log.whole_log import Longest, RatioChanges, RequestsNamed
+from coordinator.event_log.timeline import Entry, Longest, RatioChanges, RequestsNamed, Timeline
 from launcher import tables
 from launcher.admin import explain_words
 from launcher.admin.event_log_settings import ExplainSettings, ReplaySettings

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from coordinator.event_log.format import EventLogError
 from coordinator.event_log.replay import Replay
-from coordinator.event_log.whole_log import Longest
+from coordinator.event_log.timeline import Longest
 from launcher.load.records import RequestRecord
 
 

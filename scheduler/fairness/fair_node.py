@@ -2,10 +2,56 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from heapq import heappop, heapreplace
+from heapq import heapify, heappop, heappush
 from typing import Any
 
-from scheduler.fairness.sorted_row import SortedRow
+Rank = tuple[Any, ...]
+"""The key by which members are compared, with a number that is unique in the row, and then the member itself."""
+SPARE = 64  # how many dead ranks a heap may hold beyond its live ones
+
+
+class SortedRow:
+    """The entries that wait under one queue key of one node, least first: a heap with lazy deletion.
+
+    A member's present rank is in its attribute `rank`. A rank in the heap that is not its member's present one is dead: it is
+    taken out when it comes first, or when half of the heap is dead. So leaving costs O(1), and the first of the heap is
+    always alive.
+    """
+
+    __slots__ = ("above", "heap", "key", "node", "rank", "size")
+
+    def __init__(self, node: Any, key: int) -> None:
+        self.node, self.key = node, key
+        self.above: Any = None  # the ring of which it is a member
+        self.rank: Rank | None = None
+        self.heap: list[Rank] = []
+        self.size = 0
+
+    def add(self, rank: Rank) -> None:
+        rank[-1].rank = rank
+        self.size += 1
+        heappush(self.heap, rank)
+
+    def discard(self, member: Any) -> None:
+        member.rank = None
+        self.size -= 1
+        self.clear()
+
+    def replace(self, rank: Rank) -> None:
+        """Give a member another rank."""
+        rank[-1].rank = rank
+        heappush(self.heap, rank)
+        self.clear()
+
+    def clear(self) -> None:
+        """Take dead ranks out, so that the first one is alive."""
+        heap = self.heap
+        while heap and heap[0][-1].rank is not heap[0]:
+            heappop(heap)
+        if len(heap) > 2 * self.size + SPARE:
+            heap[:] = [rank for rank in heap if rank[-1].rank is rank]
+            heapify(heap)
+
 
 Path = tuple[str, ...]
 SCANNED_MAX = 16  # children that `FairNode.first` looks at in the order of their turns, before it asks its rings
@@ -26,33 +72,20 @@ class Ring(SortedRow):
 
     def enter(self, row: SortedRow) -> None:
         row.above = self
-        alone: SortedRow | None = self.heap[0][3] if self.size == 1 else None
         self._ranks += 1
         self.add((row.node.round, row.node.position, self._ranks, row))
-        if alone is not None:
-            self.refresh(alone)
 
     def first(self) -> SortedRow:
         """The row whose turn comes first."""
-        heap = self.heap
         while True:
-            rank = heap[0]
+            rank = self.heap[0]
             row: SortedRow = rank[3]
-            node: FairNode = row.node
-            if rank[0] == node.round:
+            if rank[0] == row.node.round:
                 return row
-            # As in `refresh`, without the calls: this runs for every outdated rank.
-            self._ranks += 1
-            row.rank = (node.round, node.position, self._ranks, row)
-            heapreplace(heap, row.rank)
-            while heap[0][3].rank is not heap[0]:
-                heappop(heap)
+            self.refresh(row)
 
     def refresh(self, row: SortedRow) -> None:
-        """Update a row's rank by its node's round. A row that is alone keeps its rank until the next row enters. A priority
-        class has a ring for each prefill worker, and is mostly alone in it."""
-        if self.size == 1:
-            return
+        """Update a row's rank by its node's round."""
         self._ranks += 1
         self.replace((row.node.round, row.node.position, self._ranks, row))
 
@@ -115,11 +148,7 @@ class FairNode:
         rings: list[Any] = [self.rows[key] for key in keys]
         lowest = order[-1][0]
         for ring in rings:
-            rank = ring.heap[0]
-            # The rank of one that is alone may be too high; see `refresh`.
-            turn = rank[0] if ring.size > 1 else rank[3].node.round
-            if turn < lowest:
-                lowest = turn
+            lowest = min(lowest, ring.heap[0][0])
         at = bisect_left(order, (lowest,)) if lowest > order[0][0] else 0
         for _, _, child in order[at : at + SCANNED_MAX]:
             rows = child.rows

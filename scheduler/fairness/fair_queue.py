@@ -32,9 +32,8 @@ from itertools import islice
 from math import inf
 from typing import Generic, NamedTuple
 
-from scheduler.fairness.fair_node import FairNode, Path, Ring
+from scheduler.fairness.fair_node import FairNode, Path, Ring, SortedRow
 from scheduler.fairness.held_shares import HeldNode, HeldShares
-from scheduler.fairness.sorted_row import SortedRow
 from scheduler.fairness.tenant_queue import Entry, T, TenantQueue
 
 COMPARED_MAX = 64  # children whose shares of decode are compared at each level
@@ -79,9 +78,6 @@ class FairQueue(Generic[T]):
             node = nodes.pop()
             node.weight = self.weights.get("/".join(node.path), 1.0)
             nodes.extend(node.children.values())
-
-    def tenants(self) -> Iterable[Path]:
-        return self._leaves.keys()
 
     def has(self, key: int) -> bool:
         """Whether anything waits under a key."""
@@ -186,7 +182,7 @@ class FairQueue(Generic[T]):
                 node.owed = min(node.owed + ahead * node.weight, 0.0)
                 for row in node.rows.values():
                     # A rank that is too early is brought up to date when it comes first.
-                    if row.rank is not None and row.rank[0] > node.round and row.above.size > 1:
+                    if row.rank is not None and row.rank[0] > node.round:
                         row.above.refresh(row)
             node = ring
 

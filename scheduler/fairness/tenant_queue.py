@@ -9,12 +9,9 @@ O(1) for a whole queue: the oldest's count is the greatest, and each entry store
 next newer one.
 """
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from scheduler.fairness.sorted_row import Rank, SortedRow
-
-if TYPE_CHECKING:
-    from scheduler.fairness.fair_node import FairNode
+from scheduler.fairness.fair_node import FairNode, Rank, SortedRow
 
 T = TypeVar("T")
 Order = tuple[int, float, int, int]
@@ -36,7 +33,7 @@ class Entry(Generic[T]):
         self.rank: Rank | None = None
 
     @property
-    def leaf(self) -> "FairNode":
+    def leaf(self) -> FairNode:
         """Its tenant's node in the fair queue."""
         node: FairNode = self.queue.node
         return node
@@ -52,7 +49,7 @@ class TenantQueue(SortedRow, Generic[T]):
 
     __slots__ = ("_overtaken_max", "newest", "oldest", "overtaken")
 
-    def __init__(self, node: "FairNode", key: int, overtaken_max: int) -> None:
+    def __init__(self, node: FairNode, key: int, overtaken_max: int) -> None:
         super().__init__(node, key)
         self._overtaken_max = overtaken_max
         self.oldest: Entry[T] | None = None

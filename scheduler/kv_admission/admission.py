@@ -57,8 +57,42 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.kv_admission.demand import NEVER, KvDemand
+from proto.messages import Submit
 from scheduler.kv_admission.shared_blocks import SharedBlocks
+
+NEVER = 1 << 60  # the end of an attempt without a known end, in steps
+
+
+class KvDemand(NamedTuple):
+    """The need of an attempt on a decode worker, in tokens; lengths are of each choice."""
+
+    prompt_tokens: int
+    left: int
+    """Most tokens it will forward after joining: the last drawn token's KV is never written, hence max_tokens - 1."""
+    choices: int = 1
+    expected: int = NEVER  # the length that it is counted with if that is less than `left`: overcommit
+
+    @staticmethod
+    def of(submit: Submit, expected: int = NEVER) -> "KvDemand":
+        new_tokens = submit.sampling.max_tokens - submit.resumed_tokens
+        return KvDemand(submit.prompt_tokens, max(new_tokens - 1, 0), submit.choices, expected)
+
+    @property
+    def counted(self) -> int:
+        return min(self.left, self.expected)
+
+    def grown(self, steps: int, block_size: int) -> int:
+        """Blocks held at the most `steps` steps after joining, in this and every earlier step."""
+        shared = self.prompt_tokens // block_size
+        tokens = self.prompt_tokens + min(max(steps, 0), self.counted)
+        return shared + self.choices * (-(-tokens // block_size) - shared)
+
+    def whole(self, block_size: int) -> int:
+        """Blocks held at the end of the longest life counted with."""
+        prompt_tokens, left, choices, expected = self
+        shared = prompt_tokens // block_size
+        return shared + choices * (-(-(prompt_tokens + min(left, expected)) // block_size) - shared)
+
 
 SPARE_SHARE = 1 / 16  # the part of the pool that is left free by attempts that may outlive what they are counted with
 Key = tuple[str, int]
@@ -245,12 +279,6 @@ class KvAdmission:
     def held_now(self, key: Key) -> int:
         """Blocks the attempt holds at the most at the step the worker is known to have reached."""
         return self._entries[key].row.at(self.steps, self.block_size)
-
-    @property
-    def shared(self) -> int:
-        """Blocks that are not counted because another attempt that holds them too counts them."""
-        self._settle()
-        return self._shared.saved
 
     def forwarded(self, key: Key) -> int:
         """Returns the tokens that one choice of a running attempt has certainly emitted, without its first one."""

@@ -98,19 +98,10 @@ class SharedBlocks:
         self.stale.clear()
         return changed
 
-    def covered(self, key: Key) -> int:
-        chains = [(self._chains[number], blocks) for number, blocks in self._parts.get(key, _NO_PARTS).items()]
-        return sum(blocks - chain.counting.get(key, 0) for chain, blocks in chains)
-
     def counted_for_others(self, key: Key) -> int:
         """Returns how many blocks an attempt counts that others hold, too, at the most."""
         chains = (self._chains[number] for number in self._parts.get(key, _NO_PARTS))
         return sum(chain.counting.get(key, 0) for chain in chains if len(chain.holders) > 1)
-
-    @property
-    def saved(self) -> int:
-        """Blocks that would be counted more than once if nothing were known of sharing."""
-        return sum(self.covered(key) for key in self._parts)
 
     def _leave(self, number: int, key: Key) -> int:
         """Remove an attempt from a chain. Returns how many of its blocks were covered."""

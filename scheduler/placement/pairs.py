@@ -3,7 +3,7 @@
     candidates   to compute: the worker that asks, those that have more of the prompt, and clearly faster ones; or a decode
                  worker that has at least half of it, which then decodes, too. To decode: `Pool.decode_candidates`
     filters      `may_compute`, `Pool.may_pair`, `Pool.decode_fits`, `PrefillWorker.fits`
-    costs        seconds, as in `scheduler.score`
+    costs        seconds, as in `scheduler.limits`
     the best     is the pair if it has room and can begin; else the request waits for it (`steps`)
 
 At most eight workers of each side are compared: see `candidates`.
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from proto.limits import HASH_BYTES
 from proto.messages import Submit
+from scheduler.limits import Weights
 from scheduler.request import Request
-from scheduler.score import prefill_s
 from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.candidates import EXAMINED_MAX
 from scheduler.workers.circuit_breakers import NOBODY
@@ -173,12 +173,30 @@ def _prefill_side(
     uncached, wasted = submit.prompt_tokens - begins.tokens, max(most - begins.tokens, 0)
     fullness = 1 - worker.free_blocks / worker.capacity.kv_blocks
     cost_s = prefill_s(before, uncached, wasted, rate, fullness, weights, waiting)
-    cost_s += weights.trouble_s * pool.failure_rate(worker) + weights.unsafe_s * _is_unsafe(request, worker, pool, now)
+    cost_s += weights.trouble_s * pool.breakers.failure_rate(worker.alone, now) + weights.unsafe_s * _is_unsafe(
+        request, worker, pool, now
+    )
     turn_s = turns * uncached / rate
     cost_s += turn_s if request.resumed else min(turn_s, request.projected_s)
     if decode is not None:
         cost_s += begins.fetch_s + hand_over_s(submit, worker, decode, pool, now) + weights.load_s * decode.fullness
     return Side(worker, cost_s)
+
+
+def prefill_s(
+    tokens_before: int,
+    uncached_tokens: int,
+    wasted_tokens: int,
+    tokens_per_s: float,
+    fullness: float,
+    weights: Weights,
+    waiting: float = 0.0,
+) -> float:
+    """The cost of computing a prompt on a worker. `wasted_tokens`: those that another prefill worker has; `waiting`: requests
+    that wait longer if it computes longer."""
+    waste = weights.compute * (1.0 + weights.pressure * waiting) - 1.0
+    work = weights.queue * tokens_before + uncached_tokens + waste * wasted_tokens
+    return work / tokens_per_s + weights.room_s * fullness**2
 
 
 def _decode_sides(
@@ -268,7 +286,7 @@ def _best_decode(
 
     def cost_s(worker: DecodeWorker) -> float:
         failure_rate = max(
-            pool.failure_rate(worker),
+            pool.breakers.failure_rate(worker.alone, now),
             pool.breakers.failure_rate((prefill.incarnation, worker.incarnation), now),
             request.resumed and pool.breakers.host_fails(worker.hello.host, now),
         )

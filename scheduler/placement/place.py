@@ -61,7 +61,7 @@ def place(cluster: Cluster, request: Request, pair: WorkerPair, now: float) -> N
     queue.line.count_uncomputed(request, request.submit.prompt_tokens - request.cached_tokens)
     blocks = decode.allocations[request.key].kv_blocks
     if pool.room_for_large.request is request:
-        pool.room_for_large.end_placed(request.key, blocks / decode.capacity.kv_blocks, now)
+        progress.kept_room = pool.room_for_large.end()
         pool.wakeups.look_anew()
     if request.suspicion is not None and request.suspicion.in_decode:
         pool.trials.begin(request, decode)

@@ -7,13 +7,11 @@ when there is room for all of them. It is chosen again only after all others, so
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from proto.errors import Interrupt
 from scheduler.cluster import Cluster
 from scheduler.fairness.fair_node import Path
-from scheduler.kv_admission.admission import Key
-from scheduler.kv_admission.demand import KvDemand
+from scheduler.kv_admission.admission import Key, KvDemand
 from scheduler.lifecycle import ON_WORKERS
 from scheduler.request import RETAINED, Request
 from scheduler.waiting.queue import WaitQueue
@@ -29,53 +27,29 @@ OUTLIVED_SHARE, OUTLIVED_MIN = 0.5, 8
 stream of an unproven tenant."""
 
 
-class PreemptionCandidate(NamedTuple):
-    """One attempt on the worker that runs short."""
-
-    key: Key
-    resumed: bool
-    priority_class_weight: float
-    shares: tuple[float, float]  # the room that its organisation and its tenant hold in decode, for their weights
-    placed_at: float
-    blocks: int  # about how many blocks come free with it
-
-
-def choose(candidates: Iterable[PreemptionCandidate], blocks: int) -> list[Key]:
-    """Returns the attempts that leave so that `blocks` come free: resumed ones last; else lowest priority class, then the
-    tenant that holds most for its weight, then the newest."""
-    order = sorted(
-        candidates, key=lambda c: (c.resumed, c.priority_class_weight, -c.shares[0], -c.shares[1], -c.placed_at, c.key)
-    )
-    chosen: list[Key] = []
-    for candidate in order:
-        if blocks <= 0:
-            break
-        if candidate.blocks > 0:
-            chosen.append(candidate.key)
-            blocks -= candidate.blocks
-    return chosen
-
-
 def relieve(cluster: Cluster, worker: DecodeWorker, short_blocks: int, now: float) -> None:
-    """Interrupt as many requests as needed. Blocks of attempts that are already leaving are counted first."""
-    room, shares = worker.admission, cluster.pools[worker.hello.model].shares
-    candidates: list[PreemptionCandidate] = []
+    """Interrupt as many requests as needed: resumed ones last, else those of the lowest priority class first, then those of the
+    tenant that holds most for its weight, then the newest. Blocks of attempts that are already leaving are counted first."""
+    room, shares, classes = worker.admission, cluster.pools[worker.hello.model].shares, cluster.limits.priority_classes
+    running: list[Request] = []
     for key, allocation in list(worker.allocations.items()):
         if key[1] == RETAINED:
             cluster.drop_retained(cluster.requests[key[0]])  # none of this room is in use
-            continue
-        request = _running(cluster, worker, key)
-        if request is not None:
-            held = shares.of(request.path[:2]), shares.of(request.path)
-            weight = cluster.limits.priority_classes[request.path[0]].weight
-            placed_at = request.attempt_progress.placed_at
-            candidates.append(PreemptionCandidate(key, request.resumed, weight, held, placed_at, room.held_now(key)))
+        elif (request := _running(cluster, worker, key)) is not None:
+            running.append(request)
         elif not allocation.adopted:
             short_blocks -= room.held_now(key)
-    for request_id, _ in choose(candidates, short_blocks):
-        cluster.interrupt(
-            cluster.requests[request_id], Interrupt.PREEMPTED, f"{worker.hello.name} runs short of KV blocks", now
-        )
+
+    def last(request: Request) -> tuple[object, ...]:
+        held = shares.of(request.path[:2]), shares.of(request.path)
+        newest = -request.attempt_progress.placed_at
+        return request.resumed, classes[request.path[0]].weight, -held[0], -held[1], newest, request.key
+
+    for request in sorted(running, key=last):
+        blocks = room.held_now(request.key)
+        if short_blocks > 0 and blocks:
+            short_blocks -= blocks
+            cluster.interrupt(request, Interrupt.PREEMPTED, f"{worker.hello.name} runs short of KV blocks", now)
 
 
 def outlived(cluster: Cluster, worker: DecodeWorker, keys: Iterable[Key]) -> None:
@@ -160,7 +134,6 @@ def give_shares(cluster: Cluster, pool: Pool, queue: WaitQueue, now: float) -> N
         if pool.decode_fits(pool.decode[incarnation], request, short, without=keys):
             pool.gives_way = keys
             pool.shares.freed -= held
-            pool.headroom.interrupted(held / 1_000_000 / len(pool.decode))
             for request_id, _ in keys:
                 why = f"{'/'.join(request.path)} has less than its share"
                 cluster.interrupt(cluster.requests[request_id], Interrupt.PREEMPTED, why, now)

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from itertools import islice
 
 from scheduler.cluster import Cluster
-from scheduler.decisions import Dispatched
+from scheduler.decisions import Dispatched, NothingRuns
 from scheduler.lifecycle import RequestState, Trigger
-from scheduler.observer import NothingRuns
 from scheduler.placement.pairs import any_pair, best_side, last_block
 from scheduler.placement.paused_turns import resume_due
 from scheduler.placement.place import bind, place_at_once
@@ -33,7 +32,6 @@ def schedule(cluster: Cluster, now: float) -> None:
         pool = cluster.pools[model]
         if pool.breakers.wake(now):
             pool.wakeups.look_anew()
-        pool.headroom.pass_time(now)
         queue.shares = pool.shares if pool.is_short(now) else None
         if pool.paused:
             resume_due(pool, queue, now)

@@ -8,15 +8,58 @@ many. So a tenant that nobody knows cannot fill decode with answers that outgrow
 
 from math import ceil
 
-from scheduler.fairness.cost import START_LONG_TOKENS, OutputLength
+from proto.messages import Submit
 from scheduler.fairness.fair_node import Path
 from scheduler.fairness.held_shares import HeldShares
-from scheduler.kv_admission.demand import NEVER
+from scheduler.kv_admission.admission import NEVER
+from scheduler.limits import START_LONG_TOKENS
 from scheduler.request import Request
 
 PROVEN_ANSWERS = 8
 UNPROVEN_STREAMS = 4
 UNPROVEN_TOKENS = 4096.0
+
+
+USUAL = 0.5  # the quantile of a tenant's answers that cost and rates are estimated with
+LONG = 0.9  # the quantile of a tenant's answers that room in decode is reserved for
+FEW = 8
+START_TOKENS = 128.0
+
+
+class OutputLength:
+    """Two quantiles of one tenant's answers, learnt online by stochastic approximation (Robbins & Monro 1951). The longest of
+    the first few answers stands for the higher one."""
+
+    __slots__ = ("long_tokens", "seen", "tokens")
+
+    def __init__(self, long_tokens: float = 0.0) -> None:
+        self.tokens, self.long_tokens = START_TOKENS, long_tokens
+        self.seen = 0  # answers that have ended
+
+    def learn(self, emitted: int) -> None:
+        self.seen += 1
+        self.tokens = _moved(self.tokens, USUAL, emitted)
+        if self.long_tokens:
+            self.long_tokens = max(_moved(self.long_tokens, LONG, emitted), emitted if self.seen <= FEW else 0.0)
+        else:
+            self.long_tokens = float(emitted)
+
+    def exceeds(self, tokens: int) -> None:
+        """Learn of an answer that has so many tokens and has not ended."""
+        if self.seen < FEW:
+            self.long_tokens = max(self.long_tokens, tokens)
+        elif tokens > self.long_tokens:
+            self.long_tokens = _moved(self.long_tokens, LONG, tokens)
+
+    def estimate(self, submit: Submit) -> float:
+        """Tokens that all choices of this attempt will emit."""
+        return submit.choices * min(float(max(submit.sampling.max_tokens - submit.resumed_tokens, 1)), self.tokens)
+
+
+def _moved(tokens: float, quantile: float, emitted: int) -> float:
+    """An estimate after one more answer. It moves by a fraction of itself: answers differ by orders of magnitude."""
+    toward = quantile if emitted > tokens else quantile - 1
+    return max(1.0, tokens * (1 + 0.1 * toward))
 
 
 class AnswerLengths:

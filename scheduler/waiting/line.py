@@ -16,8 +16,7 @@ from math import inf
 from typing import TypeVar
 
 from proto.messages import Submit
-from scheduler.fairness.fair_node import Path
-from scheduler.fairness.sorted_row import SPARE
+from scheduler.fairness.fair_node import SPARE, Path
 from scheduler.limits import SchedulerLimits
 from scheduler.request import Request
 from scheduler.waiting.tenant_work import SIZE, WAITING, TenantWork

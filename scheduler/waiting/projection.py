@@ -9,28 +9,104 @@ if all are of different tenants. One that comes earlier has no place any more: i
 it. Else those who ask all the time would lengthen the wait of those who come when they were told.
 """
 
-from collections import defaultdict
-from typing import NamedTuple
+from collections import OrderedDict, defaultdict
+from collections.abc import Hashable
+from heapq import heappop, heappush
+from typing import Generic, NamedTuple, TypeVar
+
+from xxhash import xxh3_64_intdigest
 
 from scheduler.fairness.fair_node import Path
 from scheduler.request import Request
-from scheduler.waiting.freeing import FINGERPRINT_MAX, ComingBack
 from scheduler.waiting.line import WaitingLine
 from scheduler.waiting.margin import Margins
-from scheduler.waiting.ratios import Ratios
+from scheduler.waiting.rates import Ratios
 from scheduler.waiting.releases import Releases
 from scheduler.waiting.tenant_work import IN_LINE, WAITING
 
+T = TypeVar("T")
 RETRY_AFTER_S = (1.0, 600.0)
 SHORT_S = 0.1  # below this, the error of a projection does not matter
 GIVEN_S = 0.025  # time in which a stream is interrupted and its room is taken by a tenant that has less than its share
 JITTER = 0.1  # a wait is lengthened by up to this part of it, never shortened
+TOLD_MAX = 65_536
+FINGERPRINT_MAX = 0xFFFF
+AWAITED_S = 60.0
+"""A client may come so much later than it was told: waits are told up to 600 s, and clients add jitter of a tenth."""
+EXPIRED_MAX = 64  # entries dropped in one call, so that its cost is bounded; each call adds one at most
+
+
+def fingerprint(prompt: bytes) -> int:
+    """Recognises a tenant's request when it comes again, since its id is another one then. It is written to event logs, so it
+    is too short to tell what a prompt said."""
+    return xxh3_64_intdigest(prompt) & FINGERPRINT_MAX
 
 
 def spread(wait_s: float, who: int) -> float:
     """A wait as clients are told it: within bounds, and a little longer for some, so that they do not come back together."""
     low, high = RETRY_AFTER_S
     return min(max(wait_s, low), high) * (1 + JITTER * who / (FINGERPRINT_MAX + 1))
+
+
+class ComingBack(Generic[T]):
+    """Requests that were rejected and told when to come again, until then, and for a while after."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int, Hashable]] = []
+        self._told: dict[Hashable, tuple[int, T]] = {}
+        self._awaited: OrderedDict[Hashable, float] = OrderedDict()
+        """Requests whose time has come, and until when they are awaited."""
+        self._number = 0
+
+    def __len__(self) -> int:
+        return len(self._told)
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self._told or self._awaited)
+
+    def tell(self, due: float, who: Hashable, what: T) -> bool:
+        """Returns False if it is not kept, since there are too many. `who`: None if it is not known."""
+        if len(self._due) >= TOLD_MAX:
+            return False
+        self._number += 1
+        who = self._number if who is None else who
+        self._told[who] = self._number, what
+        heappush(self._due, (due, self._number, who))
+        return True
+
+    def give_up(self, who: Hashable) -> T | None:
+        """Forget when a request was told to come."""
+        return self._told.pop(who, (0, None))[1]
+
+    def told(self, who: Hashable) -> T | None:
+        """Returns the place of a request whose time has not come."""
+        return self._told.get(who, (0, None))[1]
+
+    def keep(self, who: Hashable, what: T) -> None:
+        """Keep something else for a request that was told when to come."""
+        self._told[who] = self._told[who][0], what
+
+    def obeys(self, who: Hashable) -> bool:
+        """Whether a request was told a time that has come. It was, once only."""
+        return self._awaited.pop(who, None) is not None
+
+    def take_due(self, now: float) -> list[T]:
+        """Takes the requests that are due by now, or only some of them if there are many."""
+        found = list[T]()
+        for _ in range(EXPIRED_MAX):
+            if not self._due or self._due[0][0] > now:
+                break
+            due, number, who = heappop(self._due)
+            if who in self._told and self._told[who][0] == number:
+                found.append(self._told.pop(who)[1])
+                self._awaited[who] = due + AWAITED_S
+                self._awaited.move_to_end(who)
+        for _ in range(EXPIRED_MAX):
+            if not self._awaited or next(iter(self._awaited.values())) > now:
+                break
+            self._awaited.popitem(last=False)
+        return found
 
 
 class Speed(NamedTuple):

@@ -9,16 +9,14 @@ from proto.parts import STEP_TOKENS
 from scheduler.fairness.fair_node import Path
 from scheduler.fairness.fair_queue import FairQueue, Terms
 from scheduler.fairness.held_shares import HeldShares
-from scheduler.fairness.priority_classes import ring_weights
-from scheduler.limits import SchedulerLimits
+from scheduler.limits import SchedulerLimits, ring_weights
 from scheduler.request import Request
 from scheduler.waiting.answer_lengths import AnswerLengths
 from scheduler.waiting.grace import Grace
 from scheduler.waiting.line import WaitingLine
 from scheduler.waiting.projection import Projection
 from scheduler.waiting.queue_keys import PAUSED_KEY, Demand, class_key
-from scheduler.waiting.rate import Rate
-from scheduler.waiting.ratios import Ratios
+from scheduler.waiting.rates import Rate, Ratios
 from scheduler.waiting.retries import RetryBudget
 
 _PRIORITY_S = 1e6  # seconds that one step of a request's own priority counts: more than any deadline

@@ -16,7 +16,7 @@ from math import log2
 from typing import NamedTuple
 
 from proto.messages import Submit
-from scheduler.kv_admission.demand import NEVER, KvDemand
+from scheduler.kv_admission.admission import NEVER, KvDemand
 
 _TOKENS_MIN = 2  # smaller demands are in one class
 _CHOICES_BITS, _TOKENS_BITS = 5, 6

@@ -9,10 +9,9 @@ from itertools import islice
 
 from proto.messages import Role, Submit
 from scheduler.request import Request
-from scheduler.workers.ordered import Ordered
 from scheduler.workers.prefix_index import Locality, hashes_per_block
 from scheduler.workers.token_targets import TokenTargets
-from scheduler.workers.worker import DecodeWorker, PrefillWorker, Worker
+from scheduler.workers.worker import DecodeWorker, Ordered, PrefillWorker, Worker
 
 EXAMINED_MAX = 8  # workers of each side that are compared for one request; where there are no more, all of them
 _LEAST_FULL, _HOLDERS, _ALIKE = 4, 4, 4

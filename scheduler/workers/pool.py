@@ -14,30 +14,32 @@ from math import inf
 
 from proto.messages import Role, Submit
 from proto.parts import STALL_SHARE, Capacity
-from scheduler.fairness.headroom import Headroom
 from scheduler.fairness.held_shares import HeldShares
 from scheduler.kv_admission.admission import Key
 from scheduler.kv_admission.sessions import Sessions
+from scheduler.limits import Weights
 from scheduler.request import RETAINED, Request
-from scheduler.score import Weights
-from scheduler.step_pace import StepLimits, StepPace
+from scheduler.step_times import StepLimits, StepPace
 from scheduler.waiting.answer_lengths import AnswerLengths
 from scheduler.waiting.queue_keys import target_class
-from scheduler.waiting.rate import Rate
+from scheduler.waiting.rates import Rate
 from scheduler.workers.bindings import Bindings, PrefixWaits
 from scheduler.workers.candidates import Candidates
 from scheduler.workers.circuit_breakers import NOBODY, Breakers
 from scheduler.workers.hand_overs import HandOvers
-from scheduler.workers.ordered import Ordered
 from scheduler.workers.prefix_index import Locality, known_blocks, usable_tokens
 from scheduler.workers.reserved_workers import RoomForLargeRequest
 from scheduler.workers.token_targets import TokenTargets
 from scheduler.workers.traffic import RecentTraffic
 from scheduler.workers.trials import Trials
 from scheduler.workers.wakeups import Wakeups
-from scheduler.workers.worker import DecodeWorker, PrefillWorker, Worker
+from scheduler.workers.worker import DecodeWorker, Ordered, PrefillWorker, Worker
 
 TOKENS_PER_S = 1000.0  # the rate that a prefill worker is taken to have, while none of its pool has been measured
+
+HEADROOM = 1 / 16
+"""The part of each decode worker that tenants with more than their share leave free. So others find room at once, and do not
+take and give back the same room over and over. Where no tenant has clearly less than another, nothing is left free."""
 
 SHORT_S = 1.0  # decode counts as short of room for so long after a request found none
 
@@ -71,7 +73,7 @@ class Pool:
         self.wakeups = Wakeups(self.workers, self.room_for_large)
         self.bindings = Bindings(self.prefill, self.workers, self.wakeups)
         self.breakers = Breakers()
-        self.shares, self.headroom, self.lengths = HeldShares(), Headroom(), AnswerLengths()
+        self.shares, self.lengths = HeldShares(), AnswerLengths()
         self.waits = PrefixWaits()
         self.hand_overs = HandOvers(self.weights.transfer_s, self.weights.transfer_s + self.weights.remote_s)
         self.suspects: dict[str, Request] = {}  # those with a suspicion, by id
@@ -182,9 +184,7 @@ class Pool:
             if worker.hello.process:
                 self._bound_slices(worker)
 
-    def measure_mixed(
-        self, decode: DecodeWorker, steps: int, sequences: float, kv_tokens: float, step_ms: float
-    ) -> None:
+    def measure_mixed(self, decode: DecodeWorker, steps: int, sequences: float, step_ms: float) -> None:
         """Record the mean of some decode steps of a mixed worker, prompts between them included."""
         prefill = self._mixed.get(_process(decode))
         if prefill is None:
@@ -192,7 +192,7 @@ class Pool:
         between_ms = max(prefill.prompts_ms - decode.prompts_seen_ms, 0.0) / steps
         decode.prompts_seen_ms = prefill.prompts_ms
         if step_ms > between_ms:
-            decode.step_fit.add(sequences, kv_tokens, step_ms - between_ms)
+            decode.step_fit.add(sequences, step_ms - between_ms)
             self._bound_slices(decode)
 
     def _bound_slices(self, decode: DecodeWorker) -> None:
@@ -274,14 +274,13 @@ class Pool:
         return [request for request in waiting if self.keeps_room(request) is not None]
 
     def large_request(self, now: float) -> list[Request]:
-        """The request that was bypassed too often, once the decode worker that is kept for it has room. Its tenant pays for the
-        time in which that worker took no other request."""
+        """The request that was bypassed too often, once the decode worker that is kept for it has room."""
         large, decode = self.room_for_large, self.decode.get(self.room_for_large.decode)
         request = large.request
         if request is None:
             return []
         if decode is None or decode.draining or not self.could_place(request.submit):
-            large.end(now)  # no tenant pays for this
+            large.end()  # no tenant pays for this
             self.wakeups.look_anew()
             return []
         if not self.decode_fits(decode, request):
@@ -309,7 +308,7 @@ class Pool:
         kept = request.id, RETAINED
         if kept in decode.allocations:
             return decode.fits(request.submit, request.expected_left, (kept,))
-        leaves = self.headroom.share if self.shares.holds_more(request.path) else 0.0
+        leaves = HEADROOM if self.shares.holds_more(request.path) else 0.0
         if not decode.fits(request.submit, request.expected_left, without, leaves=leaves):
             return False
         choices = request.submit.choices - sum(decode.allocations[key].seqs for key in without)
@@ -365,22 +364,7 @@ class Pool:
         size = decode.capacity.block_size
         return -(-submit.prompt_tokens // size) - known_blocks(self.locality, decode.incarnation, submit, size)
 
-    # --- trouble --------------------------------------------------------------------------------------------------------
-
-    def record_failure(self, worker: Worker) -> None:
-        """Raise a worker's failure rate."""
-        failure_rate = self.failure_rate(worker)
-        worker.failure_rate, worker.trouble_at = failure_rate + 0.2 * (1.0 - failure_rate), self.finished
-
-    def record_success(self) -> None:
-        """Count a finished request, so that old failures of all workers count less and they are tried again."""
-        self.finished += 1
-
-    def failure_rate(self, worker: Worker) -> float:
-        if not worker.failure_rate:
-            return 0.0
-        failure_rate = worker.failure_rate * 0.95 ** (self.finished - worker.trouble_at)
-        return failure_rate if failure_rate > 0.01 else 0.0
+    # --- all workers together -------------------------------------------------------------------------------------------
 
     def hash_block_size(self) -> int:
         """Tokens that one hash of a prompt covers: the smallest block size, of which all others are multiples."""

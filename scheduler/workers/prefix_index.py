@@ -47,9 +47,6 @@ class Locality:
         self._alone.pop(incarnation, None)
         self._index_of.pop(incarnation, None)
 
-    def count(self, incarnation: int) -> int:
-        return len(self._known.get(incarnation, ()))
-
     def having(self, blocks: list[bytes]) -> list[int]:
         """The workers that have any of these blocks."""
         there = (index[block[0]].get(block, ()) for index in self._indexes.values() for block in blocks)

@@ -4,14 +4,13 @@ A large request could wait for ever while small ones take all room that comes fr
 another request is placed although its own turn came first. After `bypasses_max` times, one decode worker drains for it: it is
 closed to all other requests until this one fits there, and all other workers go on as before. If it fits there but no prefill
 worker has room for its prompt, one prefill worker drains in the same way. Only one request of a pool has this at a time. Its
-tenant pays for the work that others could have done with the room, while the worker drained and while the request has the
-room, less what it pays for its tokens. The tenant pays when the request releases the room, since the request's own chunks may
-be all that can run until then.
+tenant pays for the work that others could have done with the worker, from the begin of the drain to the end of the request. The
+tenant pays at the end, since the request's own chunks may be all that can run until then.
 """
 
 from collections.abc import Iterable, Mapping
 
-from scheduler.request import Request
+from scheduler.request import KeptRoom, Request
 from scheduler.workers.worker import DecodeWorker, PrefillWorker
 
 
@@ -20,9 +19,7 @@ class RoomForLargeRequest:
         self._workers = decode
         self.request: Request | None = None
         self.decode = self.prefill = 0  # incarnations of the workers that are closed to others; 0: none
-        self.charges: dict[tuple[str, int], tuple[float, float, float]] = {}
-        """Attempts that have got such room → the cost of keeping it, since when they have it, and its cost per second."""
-        self._since = self._cost_per_s = 0.0
+        self._cost = KeptRoom(0.0, 0.0)
 
     def begin(self, request: Request, served_per_s: float, now: float) -> None:
         """Keep the decode worker with the most room, if the request could ever be placed on one. `served_per_s`: cost at which
@@ -33,7 +30,7 @@ class RoomForLargeRequest:
         worker = max(fitting, key=lambda w: (w.free_blocks, w.free_seqs, w.incarnation))
         share = worker.capacity.kv_blocks / sum(w.capacity.kv_blocks for w in self._workers.values())
         self.request, self.decode = request, worker.incarnation
-        self._since, self._cost_per_s = now, share * served_per_s
+        self._cost = KeptRoom(now, share * served_per_s)
 
     def keep_prefill(self, workers: Iterable[PrefillWorker]) -> None:
         """Keep the prefill worker with the most room, too, since none has room for the prompt."""
@@ -41,17 +38,7 @@ class RoomForLargeRequest:
         able = [w for w in workers if not w.draining and w.could_ever_take(self.request.submit)]
         self.prefill = max(able, key=lambda w: (w.free_blocks, w.free_seqs, w.incarnation)).incarnation if able else 0
 
-    def end(self, now: float) -> float:
-        """Returns the cost of what might have been placed meanwhile."""
+    def end(self) -> KeptRoom:
+        """End the drain. Returns what it cost."""
         self.request, self.decode, self.prefill = None, 0, 0
-        return self._cost_per_s * (now - self._since)
-
-    def end_placed(self, key: tuple[str, int], share: float, now: float) -> None:
-        """End the drain, since the attempt has got the room: `share` of the worker."""
-        per_s = share * self._cost_per_s
-        self.charges[key] = (self.end(now), now, per_s)
-
-    def charge_due(self, key: tuple[str, int], now: float) -> float:
-        """Returns the charge for an attempt that has released the room."""
-        drained, since, per_s = self.charges.pop(key, (0.0, now, 0.0))
-        return drained + per_s * (now - since)
+        return self._cost

@@ -24,8 +24,7 @@ from itertools import islice
 from scheduler.fairness.target_demand import TargetLoad, who_gives
 from scheduler.request import Request
 from scheduler.waiting.queue_keys import target_class
-from scheduler.workers.ordered import Ordered
-from scheduler.workers.worker import DecodeWorker
+from scheduler.workers.worker import DecodeWorker, Ordered
 
 MARGIN = 0.95  # part of a target that steps may take; the rest is for a stream's wait for its first step, and for error
 UNMEASURED_MAX = 8  # sequences under a target on a worker that has not reported yet

@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from scheduler.request import Request
 from scheduler.waiting.queue import WaitQueue
 from scheduler.waiting.queue_keys import bound_key
-from scheduler.workers.ordered import Ordered
 from scheduler.workers.reserved_workers import RoomForLargeRequest
-from scheduler.workers.worker import Worker
+from scheduler.workers.worker import Ordered, Worker
 
 
 class Wakeups:

@@ -6,12 +6,13 @@ from itertools import chain
 from scheduler.fairness.held_shares import HeldNode, HeldShares, HeldStream, Key
 from scheduler.kv_admission.admission import _END, _TOTAL, KvAdmission
 from scheduler.kv_admission.sessions import Session, Sessions
+from scheduler.kv_admission.shared_blocks import SharedBlocks
 
 
 def check_room(room: KvAdmission) -> None:
     """Asserts that the rows are sorted, and that their totals are right."""
     room._settle()
-    assert all(entry.covered == room._shared.covered(key) for key, entry in room._entries.items())
+    assert all(entry.covered == covered(room._shared, key) for key, entry in room._entries.items())
     assert room.wholes == sum(entry.whole for entry in room._entries.values()) >= room.peak
     assert room._ends == sorted(room._ends) == room._table[_END, : len(room._ends)].tolist()
     assert sorted(room._ids) == sorted(entry.row.row_id for entry in room._entries.values())
@@ -45,3 +46,15 @@ def held_streams(shares: HeldShares) -> dict[tuple[int, Key], HeldStream]:
         assert node.estimated == sum(one.estimated for one in below)
         assert node.order == sorted((child.share, name) for name, child in node.children.items())
     return found
+
+
+def covered(shared: SharedBlocks, key: Key) -> int:
+    """The blocks of an attempt that are counted with others."""
+    chains = [(shared._chains[number], blocks) for number, blocks in shared._parts.get(key, {}).items()]
+    return sum(blocks - chain.counting.get(key, 0) for chain, blocks in chains)
+
+
+def all_covered(room: KvAdmission) -> int:
+    """Blocks that are not counted because another attempt that holds them, too, counts them."""
+    room._settle()
+    return sum(entry.covered for entry in room._entries.values())

@@ -14,8 +14,7 @@ from coordinator.events import Limits
 from gateway.text.block_hashes import block_hashes
 from proto.codec import pack_tokens
 from runtime.tenancy.priority_classes import PriorityClass
-from scheduler.fairness.cost import Prices
-from scheduler.score import Weights
+from scheduler.limits import Prices, Weights
 from simulation.cluster.cluster import MODEL, VirtualCluster
 from simulation.cluster.surroundings import Timing
 from tests.coordinator.billed import Billed

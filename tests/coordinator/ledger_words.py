@@ -2,8 +2,8 @@
 
 from zlib import crc32
 
+from coordinator.accounting.billing import Closed, Opened
 from coordinator.accounting.quota import Ask
-from coordinator.accounting.usage import Closed, Opened
 
 
 def opened(request_id: str, tenant: str = "a/x", day: int = 0) -> Opened:

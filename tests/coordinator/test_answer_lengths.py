@@ -1,6 +1,5 @@
 """With how many tokens an answer is counted in decode, by what is known of its tenant."""
 
-from scheduler.fairness.headroom import LEAST, MOST, Headroom
 from scheduler.fairness.held_shares import HeldShares, HeldStream
 from scheduler.request import Request
 from scheduler.waiting.answer_lengths import PROVEN_ANSWERS, UNPROVEN_STREAMS, UNPROVEN_TOKENS, AnswerLengths
@@ -32,14 +31,3 @@ def test_running_answers_raise_the_estimate() -> None:
     lengths, shares = AnswerLengths(400.0, overcommit=64.0), HeldShares()
     lengths.outlived(PATH, 2000)
     assert counted(lengths, shares) == 2000
-
-
-def test_headroom_grows_with_interruptions() -> None:
-    """Headroom grows with each interruption for a share up to its bound, and goes back while there are none."""
-    headroom = Headroom()
-    headroom.interrupted(0.01)
-    assert LEAST < headroom.share < MOST
-    headroom.interrupted(1.0)
-    assert headroom.share == MOST
-    headroom.pass_time(1200.0)
-    assert headroom.share < 1.1 * LEAST

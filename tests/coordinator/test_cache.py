@@ -25,7 +25,7 @@ from proto.messages import (
     Submit,
     WorkFailed,
 )
-from scheduler.score import Weights
+from scheduler.limits import Weights
 from tests.coordinator.herding import BLOCK_SIZE, LONGEST_PREFIX_FIRST, Arrival, cluster, hot_traffic, serve
 from tests.coordinator.world import Harness, RandomWorld, named, submit, worker_hello
 from tests.helpers import first

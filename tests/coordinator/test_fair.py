@@ -7,12 +7,11 @@ from itertools import pairwise
 import pytest
 
 from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES, PriorityClass
-from scheduler.fairness.fair_node import Ring
+from scheduler.fairness.fair_node import Ring, SortedRow
 from scheduler.fairness.fair_queue import FairQueue, Terms
 from scheduler.fairness.held_shares import HeldShares
-from scheduler.fairness.priority_classes import ring_weights
-from scheduler.fairness.sorted_row import SortedRow
 from scheduler.fairness.tenant_queue import Entry, TenantQueue
+from scheduler.limits import ring_weights
 from tests.coordinator.fair_traces import Job, Trace
 from tests.coordinator.turns import Answer, MoveTo, pop
 from tests.helpers import first

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.accounting.usage import Closed
+from coordinator.accounting.billing import Closed
 from coordinator.events import Limits
 from coordinator.reporting.metrics import RECENT_REQUESTS, RecentTimes
 from coordinator.reporting.status import ServedTenant, evenness, jain
@@ -20,15 +20,15 @@ def test_only_waiting_organisations_compared() -> None:
     """Only organisations that wait are compared, by weight and within their priority class."""
     queue = WaitQueue(Limits(weights={"standard/big": 3.0}))
     found = [
-        ServedTenant("standard", "big", "ann", 10.0, 2),
-        ServedTenant("standard", "big", "bob", 20.0, 0),  # its organisation waits
-        ServedTenant("standard", "small", "", 10.0, 1),
-        ServedTenant("standard", "content", "", 500.0, 0),
-        ServedTenant("batch", "lone", "", 7.0, 1),
+        ServedTenant(("standard", "big", "ann"), 10.0, 2),
+        ServedTenant(("standard", "big", "bob"), 20.0, 0),  # its organisation waits
+        ServedTenant(("standard", "small", ""), 10.0, 1),
+        ServedTenant(("standard", "content", ""), 500.0, 0),
+        ServedTenant(("batch", "lone", ""), 7.0, 1),
     ]
     assert evenness(queue, found) == {"standard": pytest.approx(1.0), "batch": pytest.approx(1.0)}
     assert found[0].tenant == "big/ann" and found[2].tenant == "small"
-    starved = [*found, ServedTenant("standard", "starved", "", 0.0, 4)]
+    starved = [*found, ServedTenant(("standard", "starved", ""), 0.0, 4)]
     assert evenness(queue, starved)["standard"] == pytest.approx(2 / 3)
 
 

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.kv_admission.admission import KvAdmission
-from scheduler.kv_admission.demand import NEVER, KvDemand
-from scheduler.placement.preemption import PreemptionCandidate, choose
+from scheduler.kv_admission.admission import NEVER, KvAdmission, KvDemand
 from tests.coordinator.consistent import check_room
 from tests.coordinator.world import submit
 from tests.helpers import first
@@ -259,20 +257,3 @@ def test_overcommit_counts_expected_length() -> None:
     for number in range(3):
         assert room.release(key(number))
     assert room.peak == 0 and len(room) == 0
-
-
-def test_victims_are_chosen_in_order() -> None:
-    """Victims come by lowest class, most served tenant and newest, with resumed attempts last."""
-
-    def candidate(
-        name: str, weight: float, share: float, placed_at: float, resumed: bool = False
-    ) -> PreemptionCandidate:
-        return PreemptionCandidate((name, 1), resumed, weight, (share, share), placed_at, 10)
-
-    batch_fed, batch_old = candidate("fed", 1, 50, 1), candidate("old", 1, 5, 1)
-    batch_new, resumed = candidate("new", 1, 5, 2), candidate("resumed", 1, 99, 9, resumed=True)
-    interactive = candidate("interactive", 8, 99, 9)
-    everyone = [resumed, interactive, batch_old, batch_new, batch_fed]
-    assert [name for name, _ in choose(everyone, 1000)] == ["fed", "new", "old", "interactive", "resumed"]
-    assert [name for name, _ in choose(everyone, 11)] == ["fed", "new"]
-    assert choose(everyone, 0) == [] and choose([], 5) == []

@@ -90,6 +90,20 @@ def test_newest_is_preempted_and_counts_whole() -> None:
     assert h.core.cluster.workers[20].free_blocks == 1, "not 10: it is counted with all of its 77"
 
 
+def test_victims_are_chosen_in_order() -> None:
+    """Streams of the tenant that holds most leave first, newest first; resumed ones leave last."""
+    h = Harness.make(limits=Limits(kv_overcommit=4.0))
+    streams = {"fed-1": ("fed", 1), "fed-2": ("fed", 1), "resumed": ("fed", 2), "lone": ("lone", 1)}
+    for name, (tenant, attempt) in streams.items():
+        h.now += 1
+        asked = submit(name, 12, attempt=attempt, max_tokens=100, resumed=4 * (attempt - 1))
+        h.receive(1, msgspec.structs.replace(asked, tenant=tenant))
+    hand_over(h)
+    joined = tuple(Joined(name, attempt, 0) for name, (_, attempt) in streams.items())
+    h.receive(20, DecodeProgress(5, 1, 1000, joined))
+    assert names(h.take(Interrupted)) == ["fed-2", "fed-1", "lone", "resumed"]
+
+
 def test_short_blocks_stop_placement() -> None:
     """Nothing is placed while a worker's blocks run short."""
     h = overcommitted()

@@ -5,8 +5,7 @@ from itertools import takewhile
 
 import pytest
 
-from scheduler.fairness.fair_node import FairNode
-from scheduler.fairness.sorted_row import SPARE
+from scheduler.fairness.fair_node import SPARE, FairNode
 from scheduler.fairness.tenant_queue import Entry, TenantQueue
 
 

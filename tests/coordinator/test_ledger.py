@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from coordinator.accounting import ledger as ledger_module
+from coordinator.accounting.billing import Closed, Entry, Opened, Past
 from coordinator.accounting.ledger import LATE_S, Ledger, LedgerError, day_text  # type: ignore[attr-defined]
 from coordinator.accounting.quota import Ask
-from coordinator.accounting.usage import Closed, Entry, Opened, Past
 from coordinator.events import Send
 from coordinator.outbox import Outbox
 from proto.errors import Interrupt, Reject

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.accounting import ledger, ledger_past
+from coordinator.accounting import ledger
+from coordinator.accounting.billing import Closed, Entry, Opened, Past
 from coordinator.accounting.ledger import Ledger
 from coordinator.accounting.quota import Ask
-from coordinator.accounting.usage import Closed, Entry, Opened, Past
 from runtime.process import clock
 from tests.coordinator.ledger_words import closed, opened
 from tests.helpers import first
@@ -102,7 +102,7 @@ def work_of_a_start(path: Path, rows: int) -> int:
             steps[0] += 1
 
         db.set_progress_handler(step, 100)
-        past, unreadable = ledger_past.read(db, 0, clock.unix_time())
+        past, unreadable = ledger.read_past(db, 0, clock.unix_time())
         assert not unreadable and len(past.open) == len(past.recent) == 1 and len(past.charged) == min(rows, 10) + 1
         return steps[0]
 

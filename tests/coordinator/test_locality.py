@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from engine.kv.allocator import BlockAllocator
 from proto.messages import Submit
 from proto.sampling import Sampling
-from scheduler.score import Weights, prefill_s
+from scheduler.limits import Weights
+from scheduler.placement.pairs import prefill_s
 from scheduler.workers import prefix_index as locality
 from scheduler.workers.prefix_index import Locality, usable_hashes, usable_tokens
 
@@ -68,7 +69,7 @@ def test_reports_add_up_to_allocator_cache() -> None:
         allocator.insert(hashes, blocks, len(found))
         allocator.free(blocks)
         known.learn(7, *allocator.take_changes(1000))
-        assert known.count(7) == allocator.cached_count
+        assert len(known._known.get(7, ())) == allocator.cached_count
 
 
 def test_cache_belief_ends_with_incarnation() -> None:
@@ -86,7 +87,7 @@ def test_cache_belief_ends_with_incarnation() -> None:
     assert known.longest(7, hashes) == 0, "registered again: it starts empty"
     known.learn(7, hashes, b"")
     known.leave(7)
-    assert known.longest(7, hashes) == known.count(7) == 0
+    assert known.longest(7, hashes) == len(known._known.get(7, ())) == 0
 
 
 def test_cache_belief_is_bounded_by_pool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +99,7 @@ def test_cache_belief_is_bounded_by_pool(monkeypatch: pytest.MonkeyPatch) -> Non
     for incarnation in (7, 8):
         for part in range(50):
             known.learn(incarnation, b"".join(chain(part, 1)), b"")
-            assert known.count(incarnation) <= {7: 3, 8: 5}[incarnation]
+            assert len(known._known.get(incarnation, ())) <= {7: 3, 8: 5}[incarnation]
 
 
 def test_full_table_keeps_known_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +112,7 @@ def test_full_table_keeps_known_prefixes(monkeypatch: pytest.MonkeyPatch) -> Non
     for part in range(3, 50):
         known.learn(8, b"".join(chain(part)), b"")
     known.learn(8, b"".join(later), b"")
-    assert known.longest(8, b"".join(first)) == 3 and known.count(8) == 5
+    assert known.longest(8, b"".join(first)) == 3 and len(known._known.get(8, ())) == 5
     known.learn(8, b"".join(later), b"".join(reversed(first)))
     assert known.longest(8, b"".join(later)) == 3, "as much as there is room for, from its beginning on"
 

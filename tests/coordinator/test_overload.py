@@ -14,7 +14,7 @@ from proto.messages import Rejected, Submit
 from scheduler.fairness.fair_queue import FairQueue
 from scheduler.fairness.tenant_queue import Entry, TenantQueue
 from scheduler.request import Request
-from scheduler.waiting.rate import Rate
+from scheduler.waiting.rates import Rate
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import ClientRequest, Timing
 from tests.coordinator.world import MODEL, Harness, submit

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.events import Configured
-from coordinator.policy.keeper import ASKED_MAX, PolicyKeeper, PolicyStoreError
-from coordinator.policy.versions import PolicyError, PolicyInForce, Trial, Versions, merged, tenants_of
+from coordinator.policy_keeper import ASKED_MAX, PolicyKeeper, PolicyStoreError
+from coordinator.policy_versions import PolicyError, PolicyInForce, Trial, Versions, merged, tenants_of
 from proto.limits import MAX_POLICY_VERSIONS
 from proto.messages import Finished, Submit
 from proto.policy import ArmStatus, PolicyAction, PolicyAnswer, PolicyRequest

@@ -1,7 +1,6 @@
 """Ended requests are remembered by time: what repeats them within it neither runs nor is charged again."""
 
-from coordinator.accounting.billing import SLICES, Remembered
-from coordinator.accounting.usage import Opened
+from coordinator.accounting.billing import SLICES, Opened, Remembered
 from coordinator.core import Core
 from coordinator.events import Configured, Limits, PeerUp, Received, Send
 from proto.codec import pack_tokens

@@ -13,8 +13,8 @@ import msgpack
 import msgspec
 import pytest
 
+from coordinator.accounting.billing import Opened, Past
 from coordinator.accounting.quota import Ask
-from coordinator.accounting.usage import Opened, Past
 from coordinator.event_log.format import (
     End,
     EventLogError,

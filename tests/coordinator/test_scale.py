@@ -14,7 +14,7 @@ from proto.messages import CacheEvents, Role, StepDone
 from proto.parts import Capacity
 from proto.progress import DecodeProgress
 from proto.status import KvHeld
-from scheduler.spread import STEPS_PER_EVENT
+from scheduler.cluster import STEPS_PER_EVENT
 from scheduler.workers.candidates import EXAMINED_MAX
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import DecodeWorker, PrefillWorker

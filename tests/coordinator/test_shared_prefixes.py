@@ -11,11 +11,11 @@ from coordinator.events import PeerDown
 from proto.messages import Released
 from proto.parts import PrefixPart
 from proto.progress import DecodeProgress, SharedPrefix
-from scheduler.kv_admission.admission import KvAdmission
-from scheduler.kv_admission.demand import NEVER, KvDemand
+from scheduler.kv_admission.admission import NEVER, KvAdmission, KvDemand
 from scheduler.kv_admission.shared_blocks import SharedBlocks
 from simulation.cluster.cluster import FIRST_DECODE
-from tests.coordinator.consistent import check_room
+from tests.coordinator.consistent import all_covered, check_room
+from tests.coordinator.consistent import covered as covered_by_others
 from tests.coordinator.test_kv_admission import key
 from tests.coordinator.world import MODEL, Harness, submit
 from tests.helpers import first
@@ -58,7 +58,7 @@ def test_shared_block_is_counted_once(rnd: Random) -> None:
             continue  # several changes are settled together
         for changed, by in shared.settle().items():
             covered[changed] += by
-        assert all(shared.covered(name) == covered.get(name, 0) for name in ends)
+        assert all(covered_by_others(shared, name) == covered.get(name, 0) for name in ends)
         for step in (*range(11), NEVER):
             counted = sum(sum(parts[name].values()) - covered.get(name, 0) for name, end in ends.items() if end >= step)
             assert counted == held_at(step, ends, parts)
@@ -71,12 +71,12 @@ def test_prefix_shared_once_worker_reports_it() -> None:
         room.place(key(number), KvDemand(40, 5))
     assert room.peak == 90 and not room.fits(KvDemand(40, 5)), "what is only placed may find the prefix gone"
     assert room.shares(key(0), {1: 30}) and room.shares(key(1), {1: 30, 2: 8})
-    assert room.peak == 60 and room.shared == 30 and room.fits(KvDemand(35, 5))
+    assert room.peak == 60 and all_covered(room) == 30 and room.fits(KvDemand(35, 5))
     room.joined(key(0), 0)
     assert room.peak == 60
     assert room.release(key(1))
     check_room(room)
-    assert room.peak == 45 and room.shared == 0, "the one that stays counts all of it"
+    assert room.peak == 45 and all_covered(room) == 0, "the one that stays counts all of it"
     assert not room.shares(key(0), {1: 41}), "more than its prompt has"
     assert room.shares(key(9), {1: 3}), "of one that is over"
 
@@ -88,12 +88,12 @@ def test_prefix_count_passes_to_next_stream() -> None:
         room.place(key(number), KvDemand(64, left))
         room.shares(key(number), {7: 12})
         room.joined(key(number), 0)
-    assert room.shared == 24
+    assert all_covered(room) == 24
     before = room.peak
     for number, shared in ((0, 12), (2, 0)):
         assert room.release(key(number))
         check_room(room)
-        assert room.shared == shared and room.peak <= before
+        assert all_covered(room) == shared and room.peak <= before
     assert room.peak == KvDemand(64, 80).whole(4)
 
 
@@ -126,7 +126,7 @@ class Sharing(OverloadedCluster):
             held = self.decode.allocator.held_count
             assert held <= room.taken <= self.kv_blocks, "more is held than counted"
             self.most_taken = max(self.most_taken, room.taken)
-            self.most_shared = max(self.most_shared, room.shared)
+            self.most_shared = max(self.most_shared, all_covered(room))
             if step % 20 == 0:
                 check_room(room)
             if rnd.random() < leaving and cluster.core.cluster.requests:

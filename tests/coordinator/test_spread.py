@@ -4,7 +4,7 @@ import pytest
 
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from proto.messages import Role
-from scheduler import spread
+from scheduler import cluster
 from tests.coordinator.world import Harness, submit, worker_hello
 
 STEPS_PER_EVENT = 8
@@ -13,7 +13,7 @@ WAITING = 3 * STEPS_PER_EVENT
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread, "STEPS_PER_EVENT", STEPS_PER_EVENT)
+    monkeypatch.setattr(cluster, "STEPS_PER_EVENT", STEPS_PER_EVENT)
 
 
 def full() -> Harness:

@@ -12,10 +12,10 @@ from coordinator.reporting.metrics import CoordinatorMetrics
 from proto.limits import MAX_CHUNKS_PER_STEP
 from proto.messages import CacheEvents, Finished, HandedOver, Role, Step, StepDone
 from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES, PriorityClass
-from scheduler.observer import StepEnd
-from scheduler.placement.step_end import decode_limits
+from scheduler.decisions import StepEnd
+from scheduler.placement.steps import decode_limits
 from scheduler.request import Suspicion
-from scheduler.waiting.ratios import Ratios
+from scheduler.waiting.rates import Ratios
 from tests.coordinator.test_cache import hashes
 from tests.coordinator.world import MODEL, Harness, gateway_hello, named, submit, worker_hello
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from coordinator.events import Limits
-from scheduler.step_pace import STEP_TOKENS_MIN, StepLimits, StepPace
+from scheduler.step_times import STEP_TOKENS_MIN, StepLimits, StepPace
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.surroundings import Timing
 from tests.coordinator.world import MODEL

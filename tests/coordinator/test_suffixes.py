@@ -9,7 +9,7 @@ from coordinator.core import Core
 from coordinator.event_log.timeline import Placed, Timeline
 from coordinator.events import Limits
 from proto.limits import HASH_BYTES
-from scheduler.fairness.cost import Prices
+from scheduler.limits import Prices
 from simulation.cluster.cluster import VirtualCluster
 from simulation.cluster.decode import BatchedDecode
 from simulation.cluster.surroundings import Timing

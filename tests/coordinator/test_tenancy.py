@@ -7,9 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from coordinator.accounting.billing import DOUBT_S, LOST
+from coordinator.accounting.billing import DOUBT_S, LOST, Closed, Opened, Past
 from coordinator.accounting.quota import Ask
-from coordinator.accounting.usage import Closed, Opened, Past
 from coordinator.core import Core
 from coordinator.events import Configured, Limits, PeerDown, PeerUp, Tick
 from proto.errors import CancelReason, Reject

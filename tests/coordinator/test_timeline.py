@@ -22,18 +22,18 @@ from coordinator.event_log.timeline import (
     ChunkSent,
     Entry,
     KeptFor,
+    Longest,
     Passed,
     Placed,
     RequestEnded,
     Submitted,
     Timeline,
 )
-from coordinator.event_log.whole_log import Longest
 from coordinator.events import Limits, PeerDown, Tick
 from proto.errors import Interrupt
 from proto.messages import CacheEvents, Chunk, Finished, HandedOver, Released, StepDone, WorkFailed
 from runtime.tenancy.priority_classes import PriorityClass
-from scheduler.observer import StepEnd
+from scheduler.decisions import StepEnd
 from tests.coordinator.logged_core import LoggedCore, as_logged, replay
 from tests.coordinator.test_cache import hashes
 from tests.coordinator.test_replay import contended_world, random_world

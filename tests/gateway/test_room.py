@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from coordinator.admission import cannot_serve
 from coordinator.events import Limits
-from coordinator.messages import cluster_state
+from coordinator.state import cluster_state
 from gateway.text.tokenizer import ModelFacts, ModelTokenizer
 from proto.messages import ClusterState, Role
 from proto.parts import Room

@@ -3,8 +3,7 @@
 from typing import Any
 
 from coordinator.event_log.reasons import By, OtherTurn
-from coordinator.event_log.timeline import ChunkSent, Entry, Passed, Placed, RequestEnded, Submitted
-from coordinator.event_log.whole_log import Waited
+from coordinator.event_log.timeline import ChunkSent, Entry, Passed, Placed, RequestEnded, Submitted, Waited
 from launcher.bench import ratio as bench_ratio
 from launcher.cluster.plan import PlannedProcess
 from launcher.load.figures import LoadSlo, figures

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from coordinator.accounting.billing import Closed, Entry, Opened
 from coordinator.accounting.ledger import Ledger
 from coordinator.accounting.quota import Ask
-from coordinator.accounting.usage import Closed, Entry, Opened
 from launcher.admin.usage import NoLedger, UsageSettings, read, show
 from launcher.local import cluster as clusters
 from launcher.process import child_environment

@@ -6,8 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from scheduler.kv_admission.admission import KvAdmission
-from scheduler.kv_admission.demand import KvDemand
+from scheduler.kv_admission.admission import KvAdmission, KvDemand
 from tests.tuning.profiles import GPU
 from tuning.advise import Slo, Workers
 from tuning.bounds import attainable

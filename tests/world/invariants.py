@@ -7,7 +7,7 @@ from scheduler.lifecycle import ON_WORKERS, TERMINAL, RequestState
 from scheduler.request import RETAINED
 from scheduler.waiting.queue_keys import bound_key
 from scheduler.waiting.tenant_work import UNCOMPUTED, WAITING
-from scheduler.workers.worker import DecodeWorker
+from scheduler.workers.worker import DecodeWorker, Worker
 from tests.coordinator.consistent import check_room, check_sessions, held_streams
 
 
@@ -15,9 +15,7 @@ def check(core: Core, *, honest: bool = True) -> None:
     """Assert that reservations are conserved and that every request is in exactly one place. Not `honest`: workers may have
     registered with attempts at requests that came later."""
     for worker in core.cluster.workers.values():
-        worker.check_invariants()
-        if isinstance(worker, DecodeWorker):
-            check_room(worker.admission)
+        _check_worker(worker)
         assert len(worker.steps) <= core.limits.steps_in_flight
         assert worker.draining == (worker.incarnation in core.cluster.draining)
         assert all(
@@ -104,3 +102,19 @@ def _check_pools(core: Core) -> None:
         contexts = [worker.capacity.context_tokens for worker in (*pool.prefill.values(), *pool.decode.values())]
         assert pool.context_tokens == min(contexts, default=pool.context_tokens)
         check_sessions(pool.sessions, Counter(turn.session for turn in turns))
+
+
+def _check_worker(worker: Worker) -> None:
+    allocations, capacity = worker.allocations, worker.capacity
+    assert (
+        worker.free_seqs + sum(one.seqs for one in allocations.values()) == capacity.max_seqs and worker.free_seqs >= 0
+    )
+    assert all(worker.incarnation in worker.where[key] for key in allocations)
+    assert worker.undispatched_tokens == sum(worker.undispatched.values())
+    assert worker.undispatched.keys() == worker.placed.keys() | worker.bound.keys()
+    if isinstance(worker, DecodeWorker):
+        check_room(worker.admission)
+        assert worker.free_seqs + sum(worker.seqs_by_target.values()) == capacity.max_seqs
+        assert len(worker.admission) == len(allocations) and all(key in worker.admission for key in allocations)
+    else:
+        assert worker.kv_blocks_taken == sum(one.kv_blocks for one in allocations.values()) <= capacity.kv_blocks

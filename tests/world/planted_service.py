@@ -8,7 +8,7 @@ import pytest
 
 from coordinator import core, outbox, requests, state
 from coordinator.accounting import billing
-from coordinator.accounting.usage import Closed, Past
+from coordinator.accounting.billing import Closed, Past
 from coordinator.recovery import draining, processes
 from gateway.streams.keeper import StreamKeeper
 from gateway.streams.liveness import Liveness

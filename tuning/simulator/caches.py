@@ -1,12 +1,13 @@
 """The prompts that prefill workers have cached, by the block ids of a trace, and whether a prompt runs better elsewhere.
 
 A simplified prefix cache: blocks of one worker in the order of use, as many as its KV pool holds. The choice is the score of
-`scheduler.score`; computing a hot prefix once more on another worker is not modelled.
+`scheduler.limits`; computing a hot prefix once more on another worker is not modelled.
 """
 
 from collections.abc import Sequence
 
-from scheduler.score import Weights, prefill_s
+from scheduler.limits import Weights
+from scheduler.placement.pairs import prefill_s
 from tuning.simulator.job import SimulatedRequest
 from tuning.simulator.prefill import SimulatedPrefillWorker
 

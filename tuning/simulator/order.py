@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from coordinator.events import Limits
-from scheduler.fairness.cost import OutputLength
 from scheduler.fairness.fair_node import FairNode, Path
 from scheduler.fairness.fair_queue import FairQueue, Terms
-from scheduler.fairness.priority_classes import ring_weights
 from scheduler.fairness.tenant_queue import Entry, TenantQueue
+from scheduler.limits import ring_weights
+from scheduler.waiting.answer_lengths import OutputLength
 from tuning.simulator.job import SimulatedRequest
 
 

@@ -260,7 +260,7 @@ class Placing(ABC):
         self.order.move(job, key)
 
     def _decode_for(self, job: SimulatedRequest, worker: SimulatedPrefillWorker) -> SimulatedBatch | None:
-        """Returns the least full decode worker with room, by the rules of `scheduler.score`: the own half of a mixed worker
+        """Returns the least full decode worker with room, by the rules of `scheduler.limits`: the own half of a mixed worker
         needs no transfer."""
         own = worker.batch
         best, best_rank = None, (0.0, 0, 0)

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from proto.limits import MAX_CHUNKS_PER_STEP
 from scheduler.placement.steps import BEGUN_MAX
-from scheduler.step_pace import StepLimits, StepPace
+from scheduler.step_times import StepLimits, StepPace
 from scheduler.waiting.queue_keys import bound_key, is_class
 from tuning.profile import PrefillCost, ProfileCapacity
 from tuning.simulator.batch import SimulatedBatch

@@ -7,8 +7,7 @@ are made.
 Answers count with their whole length here, as with `--kv-overcommit 1`: with more, the cluster serves more than is predicted.
 """
 
-from scheduler.kv_admission.admission import KvAdmission
-from scheduler.kv_admission.demand import KvDemand
+from scheduler.kv_admission.admission import KvAdmission, KvDemand
 
 _ATTEMPT = 1
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from coordinator.policy.versions import Trial, Versions
+from coordinator.policy_versions import Trial, Versions
 from proto.drain import DrainRequest, FlipRequest
 from proto.messages import Role
 from runtime.tenancy.tenants import tables_of, without_secrets

@@ -4,7 +4,7 @@ ledger consists of its rows only: rows that its thread has committed outlive the
 
 from collections import Counter
 
-from coordinator.accounting.usage import Closed, Entry, Opened, Past
+from coordinator.accounting.billing import Closed, Entry, Opened, Past
 from coordinator.core import Core
 from coordinator.events import (
     Action,
@@ -19,7 +19,7 @@ from coordinator.events import (
     Tick,
 )
 from coordinator.outbox import Outbox
-from coordinator.policy.versions import tenants_of
+from coordinator.policy_versions import tenants_of
 from coordinator.recovery.stall_detector import StallDetector
 from proto.drain import Drained, Draining, DrainRequest, Flip, FlipRequest
 from proto.errors import Interrupt, RemoteProtocolError

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from coordinator.accounting.billing import Entry, Opened, Past
 from coordinator.accounting.quota import DAY_S, Ask
-from coordinator.accounting.usage import Entry, Opened, Past
 
 UNIX_S = 20_000.0 * DAY_S + 1000.0
 """Wall-clock time at the beginning; no run lasts until midnight."""

@@ -10,7 +10,7 @@ import msgspec
 from coordinator.events import Limits
 from gateway.streams.types import StreamLimits
 from proto.sampling import Sampling
-from scheduler.fairness.cost import START_LONG_TOKENS
+from scheduler.limits import START_LONG_TOKENS
 from tests.world.network import Hostility
 from tests.world.toy_model import EOS, VOCAB, expected
 

@@ -1,6 +1,6 @@
 """The part of the cluster that simulated processes may use."""
 
-from coordinator.policy.versions import Versions
+from coordinator.policy_versions import Versions
 from tests.world.faults.ledger import CheckedLedger
 from tests.world.faults.oracles import Oracles
 from tests.world.faults.plan import FaultPlan

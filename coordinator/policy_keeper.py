@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from coordinator.policy.versions import PolicyError, PolicyInForce, Tables, Trial, Versions, check_tenants, tenants_of
+from coordinator.policy_versions import PolicyError, PolicyInForce, Tables, Trial, Versions, check_tenants, tenants_of
 from proto.errors import CrossdockError
 from proto.policy import ArmStatus, PolicyAction, PolicyAnswer, PolicyRequest, PolicyVersion
 from runtime.process import clock, log

@@ -1,1 +1,0 @@
-"""Versions of the policy, and trials of one beside another. Start with `versions`."""

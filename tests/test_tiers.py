@@ -17,12 +17,13 @@ case "$*" in
 *)
     case "$PWD" in *"a clone") printf 'elsewhere: ' >> "$STEPS" ;; esac
     echo "$*" >> "$STEPS"
-    case "$*" in *"${FAILS:-nothing}"*) exit 3 ;; esac ;;
+    case "$*" in *"${FAILS:-no step at all}"*) exit 3 ;; esac ;;
 esac
 """
 LINTERS = ["-m ruff check", "-m ruff format --check", "-m mypy"]
 PATHS = "-m pytest -q -m not cluster and not long tests/test_tiers.py"
 UNIT, CLUSTER = "-m pytest -q -m not cluster and not long -n logical", "-m pytest -q -m cluster and not long"
+INSTALL = "-m tools.vllm_environment"
 
 
 def steps(folder: Path, *arguments: str, fails: str = "") -> tuple[int, list[str]]:
@@ -42,15 +43,25 @@ def is_each(called: list[str], expected: list[str]) -> bool:
 
 
 def test_full_run_takes_all_tiers(tmp_path: Path) -> None:
-    """A run without arguments takes linters, type checks, unit tests, those of paths again elsewhere, then cluster tests."""
+    """A run without arguments takes linters, type checks, unit tests, those of paths again elsewhere, then cluster tests, at
+    last some with vLLM."""
     status, called = steps(tmp_path)
-    assert status == 0 and is_each(called, [*LINTERS, UNIT, f"elsewhere: {PATHS}", CLUSTER]), called
+    paths, brief = f"elsewhere: {PATHS}", f"{CLUSTER} tests/vllm/"
+    assert status == 0 and is_each(called, [*LINTERS, UNIT, paths, CLUSTER, INSTALL, brief]), called
 
 
-@pytest.mark.parametrize(("fails", "taken"), [("ruff check", 1), ("mypy", 3), ("not cluster", 4), ("-m cluster", 6)])
+@pytest.mark.parametrize(
+    ("fails", "taken"), [("ruff check", 1), ("mypy", 3), ("not cluster", 4), ("-m cluster", 6), ("tools.vllm", 7)]
+)
 def test_first_failing_step_ends_run(tmp_path: Path, fails: str, taken: int) -> None:
     status, called = steps(tmp_path, fails=fails)
     assert status == 3 and len(called) == taken, called
+
+
+def test_vllm_tier_passes_arguments_on(tmp_path: Path) -> None:
+    """Tests with vLLM run in the environment that is made for them, all of them unless some are named."""
+    status, called = steps(tmp_path, "vllm", "tests/vllm", "-x")
+    assert status == 0 and called == [INSTALL, f"{CLUSTER} tests/vllm -x"], called
 
 
 def test_unit_tier_passes_arguments_on(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+INSTALL_S: Final = 900
 ROOT: Final = Path(__file__).resolve().parents[1]
 PLACE: Final = ROOT / ".venv-vllm"
 VERSION: Final = "0.32.0"
@@ -35,10 +36,15 @@ def main() -> None:
 
 
 def _pip(*arguments: str) -> None:
-    command = [str(PLACE / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    ran = subprocess.run([*command, *arguments], check=False, capture_output=True, text=True)
+    options = ("--quiet", "--disable-pip-version-check", "--no-input", "--timeout", "15", "--retries", "1")
+    command = [str(PLACE / "bin" / "python"), "-m", "pip", "install", *options, *arguments]
+    try:
+        ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=INSTALL_S)
+    except subprocess.TimeoutExpired:
+        sys.exit(f"Cannot make .venv-vllm: pip was not done in {INSTALL_S} s")
     if ran.returncode:
-        sys.exit(f"cannot install vLLM: {ran.stderr[-2000:]}")
+        said = [line for line in ran.stderr.splitlines() if line.startswith("ERROR")] or [ran.stderr[-2000:]]
+        sys.exit(f"Cannot make .venv-vllm, is the package index reachable? pip says: {said[-1]}")
 
 
 def _packages() -> Path:

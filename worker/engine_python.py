@@ -28,7 +28,7 @@ from importlib.util import find_spec
 absent = [name for name in {NEEDED!r} if find_spec(name) is None]
 print(*absent, version("vllm") if "vllm" not in absent else "none")
 """
-_ENTERED: Final = "CROSSDOCK_ENGINE_PYTHON_ENTERED"
+_ENTERED: Final = "_CROSSDOCK_ENTERED"
 
 
 def enter(settings: WorkerSettings) -> None:

@@ -80,6 +80,11 @@ class Served:
             for sample in family.samples
         }
 
+    def block_tokens(self) -> int:
+        """The tokens of a KV block, which is the engine's choice."""
+        found = self.scrape(self.status().workers[0].name)
+        return int(next(value for (name, _), value in found.items() if name == "crossdock_kv_block_tokens"))
+
     def _is_ready(self) -> bool:
         try:
             return httpx.get(f"{self.base_url}/ready", timeout=5.0, trust_env=False).status_code == 200

@@ -3,6 +3,7 @@ A bad network takes minutes by itself."""
 
 import asyncio
 import io
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from signal import SIGTERM
@@ -10,8 +11,10 @@ from typing import TypeVar
 
 import pytest
 import uvloop
+from rich.console import Console
 
 from tests import tiny_models
+from tests.helpers import first
 from tools.chaos.__main__ import chaos
 from tools.chaos.cancels import cancels
 from tools.chaos.cluster import Cluster
@@ -19,10 +22,12 @@ from tools.chaos.gaps import Fault
 from tools.chaos.orders import CONTEXT_TOKENS, Choice, compare
 from tools.chaos.proxy import FarCluster
 from tools.chaos.run import Plan, Result, Run
-from tools.chaos.show import tell
+from tools.chaos.show import show, tell
 from tools.chaos.soak import slope
 
 SEED = 7
+KILLS = 200
+RANK_SHARE = 0.3 if "--tensor-parallel-size" in os.environ.get("CROSSDOCK_VLLM_ARGS", "") else 0.0
 PARTITION_S = 30.0
 C = TypeVar("C", bound=Cluster)
 
@@ -60,6 +65,23 @@ def test_random_faults_change_no_token(model: Path, tmp_path: Path) -> None:
     on(lambda: Cluster(model, tmp_path), work)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(3 * 3600)
+def test_killed_workers_change_no_token(model: Path, tmp_path: Path) -> None:
+    """Kills of prefill and decode workers, and of their ranks, change no token of any kind of stream."""
+    plan = Plan(
+        seed=SEED, faults=KILLS, roles=("prefill", "decode"), stop_share=0.0, rank_share=RANK_SHARE, pause_s=0.3, clients=4,
+        orders=24, output_tokens_max=200, constrained_share=0.34,
+    )  # fmt: skip
+
+    async def work(cluster: Cluster) -> list[str]:
+        result = await chaos(cluster, plan)
+        show(result, Console(width=180))
+        return result.violations
+
+    on(lambda: Cluster(model, tmp_path), work)
+
+
 def test_standby_coordinator_takes_over(model: Path, tmp_path: Path) -> None:
     """A standby coordinator takes over from one that is killed or asked to end."""
     plan = Plan(
@@ -85,12 +107,13 @@ def test_standby_coordinator_takes_over(model: Path, tmp_path: Path) -> None:
     on(lambda: Cluster(model, tmp_path, standby=True), work)
 
 
-def test_leaving_clients_leave_nothing_behind(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", first(1, [60, 1000]))
+def test_leaving_clients_leave_nothing_behind(count: int, model: Path, tmp_path: Path) -> None:
     """Clients that leave in any state of their request leave nothing behind."""
 
     async def work(cluster: Cluster) -> list[str]:
         # How fast it is, the script says, on a machine of its own.
-        result = await cancels(cluster, 60, SEED, back_s=30.0)
+        result = await cancels(cluster, count, SEED, back_s=30.0)
         assert result.states.get("decoding") and result.states.get("prefilling")
         return result.violations
 

@@ -14,8 +14,8 @@ from tests import tiny_models
 from tests.e2e.live import READY_S, Live, live
 from tests.e2e.test_exactness import generate
 
-BLOCK, NEW_TOKENS, LONG_ANSWER = 16, 20, 320
-BLOCK_BYTES = 3 * 2 * BLOCK * 2 * 16 * 4  # layers, K and V, tokens, heads, head size, float32
+NEW_TOKENS, LONG_ANSWER = 20, 320
+TOKEN_BYTES = 3 * 2 * 2 * tiny_models.HEAD_DIM * 4  # layers, K and V, heads, head size, float32
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def prompts() -> dict[str, list[int]]:
         return [rng.randrange(6, 256) for _ in range(length)]
 
     shared = text(200)
-    return {"first": shared + text(37), "other end": shared + text(50), "whole blocks": shared[: 12 * BLOCK]}
+    return {"first": shared + text(37), "other end": shared + text(50), "whole blocks": shared[:192]}
 
 
 def ask(up: Live, prompt: list[int], **options: Any) -> tuple[list[list[int]], int]:
@@ -39,6 +39,11 @@ def ask(up: Live, prompt: list[int], **options: Any) -> tuple[list[list[int]], i
     answer = up.complete(prompt, asked.pop("max_tokens"), return_token_ids=True, ignore_eos=True, **asked)
     cached: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
     return [choice["token_ids"] for choice in answer["choices"]], cached
+
+
+def whole(tokens: int, block: int) -> int:
+    """The tokens of the blocks that are full."""
+    return tokens // block * block
 
 
 def forwarded(up: Live) -> int:
@@ -53,6 +58,8 @@ def test_cached_prefix_changes_no_token(model_path: Path, tmp_path: Path) -> Non
     seeded = {"temperature": 1.0, "seed": 5, "n": 2}
     with live(model_path, tmp_path / "on", STEP_TOKENS="64", STALL_SHARE="0") as up:
         before = forwarded(up)
+        block = up.block_tokens()
+        most = whole(191, block)  # the last token is computed
         assert ask(up, asked["first"]) == ([expected["first"]], 0)
         cold = forwarded(up)
         assert cold - before == 237
@@ -60,26 +67,27 @@ def test_cached_prefix_changes_no_token(model_path: Path, tmp_path: Path) -> Non
         assert forwarded(up) - cold == 13
         moved = up.status().counters["kv_bytes_moved"]
         assert ask(up, asked["other end"]) == ([expected["other end"]], 192), "a beginning that another prompt left"
-        assert ask(up, asked["whole blocks"]) == ([expected["whole blocks"]], 176), "the last token is computed"
+        assert ask(up, asked["whole blocks"]) == ([expected["whole blocks"]], most)
         drawn, cached = ask(up, asked["first"], **seeded)
         assert cached == 224
         status = up.wait_idle()
-        assert status.counters["prompt_tokens_cached"] == 224 + 192 + 176 + 224
+        assert status.counters["prompt_tokens_cached"] == 224 + 192 + most + 224
         warm_bytes = status.counters["kv_bytes_moved"] - moved
     with live(model_path, tmp_path / "off", STEP_TOKENS="64", PREFIX_CACHE="false") as up:
         for name in ("first", "first", "other end", "whole blocks"):
             assert ask(up, asked[name]) == ([expected[name]], 0)
         assert ask(up, asked["first"], **seeded) == (drawn, 0), "sampled as without a cache"
     with live(model_path, tmp_path / "turns", STEP_TOKENS="64") as up:
-        for name, cached in (("first", 0), ("first", 224), ("other end", 192), ("whole blocks", 176)):
+        for name, cached in (("first", 0), ("first", 224), ("other end", 192), ("whole blocks", most)):
             assert ask(up, asked[name]) == ([expected[name]], cached)
         assert ask(up, asked["first"], **seeded) == (drawn, 224)
         turn = [*asked["first"], *expected["first"], 7, 8, 9]
         answers, cached = ask(up, turn)
         assert answers == [generate(model, turn, NEW_TOKENS)]
-        assert cached in (224, (237 + NEW_TOKENS - 1) // BLOCK * BLOCK), "the prefill worker may be the faster one"
+        assert cached in (224, whole(237 + NEW_TOKENS - 1, block)), "the prefill worker may be the faster one"
         assert up.wait_idle().counters["suffixes_on_decode"] >= 1, "the second at least, when both workers are as fast"
-    assert warm_bytes == (4 + 0 + 1) * BLOCK_BYTES, "decode gets only what it lacks"
+    moved_blocks = -(-250 // block) - 192 // block + 1  # of the prompts with another end and drawn tokens
+    assert warm_bytes == moved_blocks * block * TOKEN_BYTES, "decode gets only what it lacks"
 
 
 def test_session_kv_is_kept_until_ended(model_path: Path, tmp_path: Path) -> None:
@@ -122,7 +130,7 @@ def test_evicted_kv_returns_from_tier(model_path: Path, tmp_path: Path) -> None:
     rng = random.Random(4)
     asked = [[rng.randrange(6, 256) for _ in range(200)] for _ in range(5)]
     expected = [generate(model, prompt, NEW_TOKENS) for prompt in asked]
-    pool = {"KV_GIB": str(40 * BLOCK_BYTES / (1 << 30)), "STALL_SHARE": "0"}
+    pool = {"KV_GIB": str(640 * TOKEN_BYTES / (1 << 30)), "STALL_SHARE": "0"}
     with live(model_path, tmp_path, **pool, KV_TIER_GIB="0.01", KV_TIER_FOLDER=str(tmp_path)) as up:
         for round_ in range(3):
             for prompt, answer in zip(asked, expected, strict=True):

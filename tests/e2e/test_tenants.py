@@ -30,7 +30,7 @@ def test_tenant_limits_survive_coordinator_kill(tiny: Path, tmp_path: Path) -> N
     (ann, ann_hash), (bob, bob_hash) = new_key(), new_key()
     file, db = tmp_path / "tenants.toml", tmp_path / "usage.sqlite"
     file.write_text(
-        f'[tenants.acme.users.ann]\nkeys = ["{ann_hash}"]\nlimits = {{ requests_per_min = 2, kv_blocks = 20 }}\n'
+        f'[tenants.acme.users.ann]\nkeys = ["{ann_hash}"]\nlimits = {{ requests_per_min = 2, kv_blocks = 10 }}\n'
         f'[tenants.acme.users.bob]\nkeys = ["{bob_hash}"]\n'
     )
     with live(tiny, tmp_path, "--tenants", str(file), "--usage-db", str(db)) as up:

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from launcher.local.lifetime import until_interrupted
 from tests import tiny_models
 from tests.e2e.netns import network
-from tools.chaos.cluster import Cluster, Violation
+from tools.chaos.cluster import KV_GIB, Cluster, Violation
 from tools.chaos.orders import CONTEXT_TOKENS
 
 
@@ -35,7 +35,7 @@ def add_common(made: argparse.ArgumentParser) -> None:
     made.add_argument("--seed", type=int, default=1, help="draws requests, victims and instants (default 1)")
     made.add_argument("--kv-transport", default="auto", help="of the workers (default auto)")
     made.add_argument("--stall-share", default="", help="of the decode workers; 0: they compute no suffixes")
-    made.add_argument("--kv-gib", type=float, default=0.008, help="KV cache of each worker (default 0.008)")
+    made.add_argument("--kv-gib", type=float, default=KV_GIB, help=f"KV cache of each worker (default {KV_GIB:g})")
     made.add_argument("--kv-tier-gib", default="0", help="second tier of each prefill worker (default 0)")
     made.add_argument("--fresh", action="store_true", help="start every process as a new program; slower")
     made.add_argument(

@@ -2,7 +2,8 @@
 status all the time.
 
 Workers and gateways are forked from a process that has imported torch already: a start then costs a fraction of the CPU, and
-hundreds of kills fit into minutes. `fresh=True` starts each as a new program instead; the coordinator always is one.
+hundreds of kills fit into minutes. `fresh=True` starts each as a new program instead; the coordinator always is one, and
+workers whose engine runs in another Python are.
 """
 
 import asyncio
@@ -22,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
+
 from launcher.local.ports import free_port
 from launcher.process import child_environment, python_command
 from proto import limits
@@ -30,13 +33,16 @@ from proto.status import StatusReport
 from runtime.link.client import LinkClient
 from runtime.link.server import LinkSettings, Peer
 from runtime.process import clock
+from tests import tiny_models
 from tests.e2e.netns import Network
 
 ROLES = ("coordinator", "gateway", "prefill", "decode")
 MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
-START_S = 120.0
+START_S = 300.0
 STOP_S = 30.0
 ASK_EVERY_S = 0.05
+OTHER_PYTHON = bool(os.environ.get("CROSSDOCK_ENGINE_PYTHON"))  # of workers
+KV_GIB = 0.0005 * tiny_models.HEAD_DIM
 _PRELOAD = [
     "worker.process",
     "prefill_worker.worker",
@@ -131,7 +137,7 @@ class Cluster:
     `home`."""
 
     def __init__(
-        self, model: Path, home: Path, *, count: int = 2, fresh: bool = False, kv_gib: float = 0.008,
+        self, model: Path, home: Path, *, count: int = 2, fresh: bool = False, kv_gib: float = KV_GIB,
         heartbeat_ms: int = 500, worker_options: tuple[str, ...] = (), standby: bool = False,
         network: Network | None = None,
     ) -> None:  # fmt: skip
@@ -208,16 +214,19 @@ class Cluster:
         member.incarnation += 1
         module, log = MODULES.get(member.role, member.role), self.home / f"{member.slot}.log"
         arguments = ["--name", member.name, *member.options]
-        if (self.fresh and not member.host) or member.role == "coordinator":
+        is_other = member.role == "coordinator" or (OTHER_PYTHON and member.role in MODULES)
+        if is_other or (self.fresh and not member.host):
             member.process = _new_program(module, arguments, log)
         else:
             member.process = _Forked(module, arguments, log, *member.host)
 
-    async def kill(self, member: Member) -> None:
-        """Kills the process; returns when it is dead."""
+    async def kill(self, member: Member, *, rank: bool = False) -> None:
+        """Kills the process, or a rank that computes with it; returns when the process has ended."""
         process = member.process
         assert process is not None
-        os.kill(process.pid, signal.SIGKILL)
+        children = psutil.Process(process.pid).children() if rank else []
+        ranks = [child.pid for child in children if "engine.vllm.rank" in child.cmdline()]
+        os.kill(ranks[0] if ranks else process.pid, signal.SIGKILL)
         await self.until(f"{member.name} is dead", lambda: process.poll() is not None, STOP_S)
 
     def signal(self, member: Member, number: signal.Signals) -> None:

@@ -40,6 +40,7 @@ class Plan:
     seconds: float | None = None
     roles: tuple[str, ...] = ("coordinator", "gateway", "prefill", "decode")
     stop_share: float = 0.2
+    rank_share: float = 0.0  # of kills of workers that kill one of their ranks
     hosts: bool = False  # whole hosts are lost, each with a prefill and a decode worker, instead of single processes
     overlap: float = 0.2  # share of faults that strike while an earlier one, of another role, is not healed yet
     pause_s: float = 0.8  # mean time between a recovery and the next fault
@@ -261,6 +262,8 @@ class Run:
         kind = "stop" if self.random.random() < self.plan.stop_share else "kill"
         if self.plan.hosts:
             return member, Fault("host", "cut" if kind == "stop" else kind, member.host[0], time.monotonic())
+        if kind == "kill" and self.plan.rank_share and self.random.random() < self.plan.rank_share:
+            kind = "rank"
         return member, Fault(member.role, kind, member.name, time.monotonic())
 
     async def _strike(self, member: Member | None, fault: Fault) -> None:
@@ -278,7 +281,7 @@ class Run:
                 await asyncio.sleep(QUIET_S)
             elif fault.role == "host":
                 await self._lose_host(member.host[0], fault)
-            elif fault.kind == "kill":
+            elif fault.kind in ("kill", "rank"):
                 await self._kill(member, fault)
             else:
                 await self._stop(member, fault)
@@ -294,7 +297,7 @@ class Run:
         member.killed_at.append(fault.at)
         self.result.faults.append(fault)
         detecting = asyncio.create_task(self._detected(member, member.name, fault))
-        await cluster.kill(member)
+        await cluster.kill(member, rank=fault.kind == "rank")
         await asyncio.sleep(self.random.uniform(*DOWN_S))
         probing = asyncio.create_task(self._probe(fault)) if member.role == "coordinator" else None
         cluster.start(member)

@@ -114,9 +114,7 @@ BREAKS: Final[dict[str, Break]] = {
         "        return None",
     ),
     "tests/coordinator/test_ledger.py::test_odd_row_is_skipped_with_warning": Break(
-        "coordinator/accounting/ledger.py",
-        "            except msgspec.ValidationError:",
-        "            except OSError:",
+        "coordinator/accounting/ledger.py", "            except msgspec.ValidationError:", "            except OSError:"
     ),
     "tests/coordinator/test_ledger.py::test_ledger_files_are_private": Break(
         "runtime/storage/private_file.py", "each.chmod(0o600)", "each.chmod(0o644)"

@@ -43,19 +43,26 @@ def is_each(called: list[str], expected: list[str]) -> bool:
 
 
 def test_full_run_takes_all_tiers(tmp_path: Path) -> None:
-    """A run without arguments takes linters, type checks, unit tests, those of paths again elsewhere, then cluster tests, at
-    last some with vLLM."""
+    """A run without arguments takes linters, type checks, unit tests, those of paths again elsewhere, some with vLLM, then
+    cluster tests."""
     status, called = steps(tmp_path)
     paths, brief = f"elsewhere: {PATHS}", f"{CLUSTER} tests/vllm/"
-    assert status == 0 and is_each(called, [*LINTERS, UNIT, paths, CLUSTER, INSTALL, brief]), called
+    assert status == 0 and is_each(called, [*LINTERS, UNIT, paths, INSTALL, brief, CLUSTER]), called
 
 
 @pytest.mark.parametrize(
-    ("fails", "taken"), [("ruff check", 1), ("mypy", 3), ("not cluster", 4), ("-m cluster", 6), ("tools.vllm", 7)]
+    ("fails", "taken"),
+    [("ruff check", 1), ("mypy", 3), ("not cluster", 4), ("tests/vllm/", 7), ("ignore tests/vllm", 8)],
 )
 def test_first_failing_step_ends_run(tmp_path: Path, fails: str, taken: int) -> None:
     status, called = steps(tmp_path, fails=fails)
     assert status == 3 and len(called) == taken, called
+
+
+def test_unreachable_index_leaves_vllm_out(tmp_path: Path) -> None:
+    """Cluster tests run though the environment with vLLM cannot be made."""
+    status, called = steps(tmp_path, fails=INSTALL)
+    assert status == 0 and [called[-2], called[-1]] == [INSTALL, f"{CLUSTER} --ignore tests/vllm"], called
 
 
 def test_vllm_tier_passes_arguments_on(tmp_path: Path) -> None:

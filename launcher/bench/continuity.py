@@ -245,4 +245,4 @@ def show(found: dict[str, Any], console: Console) -> None:
     if without := found["changed_without_kill"]:
         notes.append(f"[yellow]{without} of the changed streams met no kill: not every change is due to one.[/yellow]")
     for note in notes:
-        console.print(note, highlight=False, soft_wrap=True)
+        console.print(note, highlight=False)

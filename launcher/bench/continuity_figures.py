@@ -1,4 +1,4 @@
-"""What users noticed of faults, from the answers that they got. Pure.
+"""Finds lost, repeated and changed tokens in the answers that users got under faults. Pure.
 
 An answer is compared with the one that the same request got undisturbed, by token ids or, where the server sends none, by
 characters.
@@ -117,7 +117,7 @@ class Kill:
 
 @dataclass
 class ContinuityRun:
-    """What was measured: two undisturbed answers to each request, then those under kills."""
+    """The measurements: two undisturbed answers to each request, then those under kills."""
 
     undisturbed: list[PlayedStream] = field(default_factory=list)
     streams: list[PlayedStream] = field(default_factory=list)

@@ -271,7 +271,9 @@ def test_aiperf_measures(small: Live, desk: Desk, kind: str) -> None:
     found = json.loads(results[0].read_text())
     assert found["request_count"]["avg"] == ASKED, said
     assert not found.get("error_summary")
-    assert found["total_usage_completion_tokens"]["avg"] == ASKED * LENGTHS["answer"]
+    if kind != "responses":  # there it reads usage from `response.completed` alone; these answers end as incomplete
+        assert found["total_usage_completion_tokens"]["avg"] == ASKED * LENGTHS["answer"]
+    assert found["output_sequence_length"]["avg"] > 0
     assert found["time_to_first_token"]["min"] > 0.0
     assert list((desk.home / "out").rglob("server_metrics_export*")), said
 

@@ -150,9 +150,13 @@ def _infeasible(state: State, request: Request, *, obeys: bool) -> NotAdmitted |
     if pool.wakeups.closed:
         expected_ms = max(expected_ms, 1000 * request.projected_s + soonest_ms)
     request.expected_s = expected_ms / 1000
-    if expected_ms <= queue.projection.margins.allowed_ms(request, obeys=obeys):
+    allowed_ms = queue.projection.margins.allowed_ms(request, obeys=obeys)
+    if expected_ms <= allowed_ms:
         return None
-    why = f"its first token is expected in {expected_ms:.0f} ms, behind what waits before it; {limit} is less"
+    why = (
+        f"its first token is expected in {expected_ms:.0f} ms, behind what waits before it; {limit}, less the measured error"
+        f" of such expectations, allows {allowed_ms:.0f} ms"
+    )
     return NotAdmitted(Reject.DEADLINE, why)
 
 

@@ -207,7 +207,7 @@ def test_wrong_batch_line_is_named_first(up: Live, tmp_path: Path) -> None:
 def test_ctrl_c_leaves_or_cancels_batch(up: Live, tmp_path: Path, cancel: bool) -> None:
     """Ctrl-C leaves the batch job running, or cancels it with --cancel."""
     path = tmp_path / "in.jsonl"
-    write(path, [body | {"max_tokens": 400} for body in bodies(up.model_id, 200)])
+    write(path, [body | {"max_tokens": 400 if cancel else 100} for body in bodies(up.model_id, 200)])
     running = command(up, str(path), *(["--cancel"] if cancel else []))
     assert running.stdout is not None
     batch_id = next(line for line in running.stdout if line.startswith("Batch ")).split()[1]

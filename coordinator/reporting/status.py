@@ -89,7 +89,7 @@ def status(state: State) -> StatusReport:
         finished=dict(state.outcomes),
         counters={name: min(count, COUNTER_MAX) for name, count in state.counters.items()},
         kv_pairs=_pairs(state),
-        circuit_open=tuple(sorted(_left_out(state))),
+        circuit_open=tuple(left_out(state)),
         tenants=_tenants(state),
         metrics={hello.name: hello.metrics for hello in state.members.peers.values() if hello.metrics},
         hung=tuple(Process(hello.name, hello.pid) for hello in list(state.members.fenced.values())[-HUNG_SHOWN:]),
@@ -182,7 +182,8 @@ def _pairs(state: State) -> tuple[PairStatus, ...]:
     return tuple(found)
 
 
-def _left_out(state: State) -> list[str]:
+def left_out(state: State) -> list[str]:
+    """Returns the pairs and workers that get no requests for a while, in words."""
     found = []
     for pool in state.cluster.pools.values():
         for pair, breaker in pool.breakers.pairs.items():
@@ -191,7 +192,7 @@ def _left_out(state: State) -> list[str]:
                 what = "attempts" if NOBODY in pair else "transfers"
                 again_s = max(breaker.open_until - state.now, 0.0)
                 found.append(f"{names}: {breaker.failures} {what} failed in a row; tried again in {again_s:.0f} s")
-    return found
+    return sorted(found)
 
 
 def summed(

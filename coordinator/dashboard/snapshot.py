@@ -18,7 +18,7 @@ from coordinator.reporting.metrics import RecentTimes
 from coordinator.state import State
 from proto.messages import Hello, Role
 from scheduler.lifecycle import RequestState
-from scheduler.workers.worker import DecodeWorker, Worker
+from scheduler.workers.worker import Worker
 
 WORKERS_SHOWN: Final = 32  # of each model and role
 TENANTS_SHOWN: Final = 24
@@ -69,15 +69,13 @@ class RecentEvents:
 
 def snapshot(state: State, recent: RecentTimes, events: Iterable[RecentEvent], now: float) -> dict[str, Any]:
     """Returns plain data for JSON. Times of the past are ages in seconds."""
-    cluster, goodput = state.cluster, state.accounts.goodput
+    cluster = state.cluster
     queued = sum(len(queue) for queue in cluster.queues.values())
-    trial = goodput.policy.trial
     return {
         "queued": queued,
         "running": len(cluster.requests) - queued,
         "gateways": sum(hello.role is Role.GATEWAY for hello in state.members.peers.values()),
         "finished": dict(state.outcomes),
-        "tokens": _tokens(state),
         "times": recent.figures(since=now - WINDOW_S),
         "pools": [one for model in _models(state) for one in _pools(state, model)],
         "models": [_model(state, model) for model in _models(state)],
@@ -92,27 +90,13 @@ def snapshot(state: State, recent: RecentTimes, events: Iterable[RecentEvent], n
             asdict(one) | {"error": asdict(one.error), "age_s": now - at}
             for one, at in islice(state.members.autopilots.values(), MODELS_SHOWN)
         ],
-        "policy": {
-            "number": goodput.policy.number,
-            "digest": goodput.policy.digest,
-            "trial": trial.number if trial is not None else 0,
-            "share": trial.share if trial is not None else 0.0,
-            "arms": [asdict(one) for one in status.arms(state)],
-        },
+        "policy": asdict(status.policy(state)) | {"arms": [asdict(one) for one in status.arms(state)]},
         "events": [asdict(one) | {"age_s": now - one.last_at} for one in events],
     }
 
 
 def _models(state: State) -> list[str]:
     return list(islice(state.cluster.pools, MODELS_SHOWN))
-
-
-def _tokens(state: State) -> dict[str, int]:
-    """Tokens that the present workers have computed since each registered, by role."""
-    found: Counter[str] = Counter()
-    for worker in state.cluster.workers.values():
-        found[worker.hello.role] += worker.tokens_forwarded
-    return dict(found)
 
 
 def _model(state: State, model: str) -> dict[str, Any]:
@@ -143,23 +127,19 @@ def _pools(state: State, model: str) -> list[dict[str, Any]]:
 def _side(state: State, model: str, role: str, workers: Sequence[Worker], left_out: set[int]) -> dict[str, Any]:
     """The workers of one role. Those in trouble are shown first, then the busiest."""
 
-    def rank(worker: Worker) -> tuple[bool, float, int]:
-        return worker.draining or worker.incarnation in left_out, _load(worker), worker.incarnation
+    def rank(worker: Worker) -> tuple[bool, int, int]:
+        return worker.draining or worker.incarnation in left_out, len(worker.allocations), worker.incarnation
 
     shown = sorted(nlargest(WORKERS_SHOWN, workers, rank), key=lambda worker: worker.hello.name)
     return {
         "model": model,
         "role": role,
         "workers": len(workers),
+        "tokens": sum(worker.tokens_forwarded for worker in workers),
         "kv_blocks": sum(worker.capacity.kv_blocks for worker in workers),
         "kv_used": sum(worker.capacity.kv_blocks - worker.free_blocks for worker in workers),
         "shown": [_worker(state, worker, worker.incarnation in left_out) for worker in shown],
     }
-
-
-def _load(worker: Worker) -> float:
-    """From 0 to 1 for a decode worker: how full it is. For a prefill worker, the prompt tokens before a new request."""
-    return worker.fullness if isinstance(worker, DecodeWorker) else float(worker.tokens_before)
 
 
 def _worker(state: State, worker: Worker, is_left_out: bool) -> dict[str, Any]:

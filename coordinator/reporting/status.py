@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 
 from coordinator.accounts import GoodputCounts
-from coordinator.policy_versions import PolicyInForce
 from coordinator.state import State
 from proto.limits import MAX_CLASSES_SHOWN
 from proto.messages import Hello, Message, Role, StatusRequest
@@ -105,7 +104,7 @@ def status(state: State) -> StatusReport:
             SessionStatus(model, len(one), one.leases, one.leased_tokens)
             for model, one in ((model, pool.sessions) for model, pool in state.cluster.pools.items())
         ),
-        policy=_policy(state.accounts.goodput.policy),
+        policy=policy(state),
         autopilots=tuple(
             msgspec.structs.replace(one, age_ms=1000 * max(state.now - at, 0.0))
             for one, at in state.members.autopilots.values()
@@ -120,7 +119,8 @@ def _by_state(state: State) -> dict[str, int]:
     return dict(Counter(others)) | ({RequestState.QUEUED.value: queued} if queued else {})
 
 
-def _policy(in_force: PolicyInForce) -> PolicyStatus:
+def policy(state: State) -> PolicyStatus:
+    in_force = state.accounts.goodput.policy
     trial = in_force.trial.number if in_force.trial is not None else 0
     return PolicyStatus(in_force.number, in_force.digest, trial, in_force.trial_digest)
 

@@ -57,7 +57,7 @@ class Page:
 
     async def until(self, script: str, timeout_s: float = 60.0) -> None:
         async with asyncio.timeout(timeout_s):
-            while not await self.run(script):
+            while not await self.run(script):  # noqa: ASYNC110 (the page does not tell)
                 await asyncio.sleep(0.2)
 
     async def size(self, width: int, height: int = 900) -> None:
@@ -77,9 +77,9 @@ class Page:
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key], **text
             )
 
-    async def picture(self, path: Path, *, whole: bool = False) -> None:
-        shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(shot["data"]))
+    async def picture(self) -> bytes:
+        """The page as PNG."""
+        return base64.b64decode((await self.call("Page.captureScreenshot", format="png"))["data"])
 
 
 @asynccontextmanager
@@ -93,7 +93,7 @@ async def opened(url: str, width: int = 1280, scheme: str = "light") -> AsyncIte
         try:
             where = Path(profile) / "DevToolsActivePort"
             async with asyncio.timeout(60):
-                while not where.exists() or not where.read_text().strip():
+                while not where.exists() or not where.read_text().strip():  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
             port = where.read_text().split()[0]
             async with aiohttp.ClientSession() as session:

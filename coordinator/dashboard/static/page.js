@@ -4,7 +4,7 @@
 const POINTS = 600; // seconds in the charts
 const DASH = "–";
 const get = (id) => document.getElementById(id);
-const make = (tag, className = "", text = "") => Object.assign(document.createElement(tag), { className, textContent: text });
+const make = (tag, className = "", textContent = "") => Object.assign(document.createElement(tag), { className, textContent });
 const setText = (node, text) => { if (node.textContent !== text) node.textContent = text; };
 const sum = (rows, of) => rows.reduce((total, row) => total + of(row), 0);
 
@@ -20,7 +20,8 @@ const time = (ms) => {
   return ms < 90000 ? `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s` : age(ms / 1000);
 };
 const age = (s) => {
-  const [unit, seconds] = [["s", 1], ["min", 60], ["h", 3600], ["d", 86400]].findLast(([, length]) => s >= 1.5 * length) ?? ["s", 1];
+  const units = [["s", 1], ["min", 60], ["h", 3600], ["d", 86400]];
+  const [unit, seconds] = units.findLast(([, length]) => s >= 1.5 * length) ?? units[0];
   return `${(Math.max(0, s) / seconds).toFixed(0)} ${unit}`;
 };
 
@@ -31,7 +32,9 @@ const number = (title, words, className = "") => text(title, words, `number ${cl
 const graded = (title, words, grade) => ({
   title, show: (cell, row) => { setText(cell, words(row)); cell.className = grade(row); },
 });
-const name = (title, words) => ({ title, className: "name", show: (cell, row) => { setText(cell, words(row)); cell.title = words(row); } });
+const name = (title, words) => ({
+  title, className: "name", show: (cell, row) => { setText(cell, words(row)); cell.title = words(row); },
+});
 const bar = (title, parts, words, className = "", kind = () => "") => ({
   title, className: `bars ${className}`,
   create: (cell) => cell.append(make("span", "bar"), make("span")),
@@ -64,9 +67,7 @@ function newTable(place, caption, columns, none) {
   scroll.tabIndex = 0;
   scroll.setAttribute("role", "group");
   scroll.setAttribute("aria-label", caption);
-  for (const one of columns) {
-    head.append(Object.assign(make(one.title ? "th" : "td", one.className, one.title), one.title ? { scope: "col" } : {}));
-  }
+  for (const { title, className } of columns) head.append(make(title ? "th" : "td", className, title));
   scroll.append(grid);
   const nothing = make("p", "quiet", none), heading = make("h3");
   place.append(heading, scroll, nothing);
@@ -96,11 +97,11 @@ function table(place, id, caption, columns, items, keyOf, none) {
 // --- charts ----------------------------------------------------------------------------------------------------------
 
 const charts = [
-  { title: "Time to first token", lines: ["p50", "p99"], of: (s) => [s.times.ttft_p50_ms, s.times.ttft_p99_ms], words: time },
-  { title: "Time per output token", lines: ["p50", "p99"], of: (s) => [s.times.tpot_p50_ms, s.times.tpot_p99_ms], words: time },
-  { title: "Tokens per second", lines: ["prompt", "output"], of: (s) => [s.rates.prefill, s.rates.decode], words: rate },
-  { title: "Requests", lines: ["running", "waiting"], of: (s) => [s.running, s.queued], words: count },
-].map((chart) => ({ ...chart, data: [[], [], []] }));
+  ["Time to first token", ["p50", "p99"], (s) => [s.times.ttft_p50_ms, s.times.ttft_p99_ms], time],
+  ["Time per output token", ["p50", "p99"], (s) => [s.times.tpot_p50_ms, s.times.tpot_p99_ms], time],
+  ["Tokens per second", ["prompt", "output"], (s) => [s.rates.prefill, s.rates.decode], rate],
+  ["Requests", ["running", "waiting"], (s) => [s.running, s.queued], count],
+].map(([title, lines, of, words]) => ({ title, lines, of, words, data: [[], [], []] }));
 
 function placed(chart) {
   const figure = make("figure"), caption = make("figcaption");
@@ -116,14 +117,19 @@ function placed(chart) {
 function draw(chart) {
   if (!chart.place) placed(chart);
   chart.plot?.destroy();
-  const quiet = getComputedStyle(get("footer")).color, line = getComputedStyle(document.querySelector("header")).borderBottomColor;
-  const axis = { stroke: quiet, grid: { stroke: line, width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+  const quiet = getComputedStyle(get("footer")).color, faint = getComputedStyle(get("header")).borderBottomColor;
+  const axis = { stroke: quiet, grid: { stroke: faint, width: 1 }, ticks: { show: false }, font: "11px system-ui" };
   const clock = (at) => new Date(1000 * at).toLocaleTimeString("en-GB");
   chart.plot = new uPlot({
     width: chart.place.clientWidth, height: 140, legend: { show: false }, cursor: { y: false },
     scales: { y: { range: (_, low, high) => [0, high > 0 ? 1.08 * high : 1] } },
-    axes: [{ ...axis, size: 24, space: 80, values: (_, ticks) => ticks.map(clock) }, { ...axis, size: 58, values: (_, ticks) => ticks.map(chart.words) }],
-    series: [{}, ...chart.values.map((one) => ({ stroke: getComputedStyle(one).color, width: 1.5, points: { show: false } }))],
+    axes: [
+      { ...axis, size: 24, space: 80, values: (_, ticks) => ticks.map(clock) },
+      { ...axis, size: 58, values: (_, ticks) => ticks.map(chart.words) },
+    ],
+    series: [{}, ...chart.values.map((value) => (
+      { stroke: getComputedStyle(value).color, width: 1.5, points: { show: false } }
+    ))],
     hooks: { setCursor: [() => tell(chart)] },
   }, chart.data, chart.place);
 }
@@ -141,27 +147,31 @@ function addPoint(chart, shown) {
 // --- a snapshot ------------------------------------------------------------------------------------------------------
 
 let last = null; // the last snapshot
-const paces = new Map(); // worker → its smoothed figures
+let counted = new Map(); // what is counted → [its count, its smoothed rate per second]
 function addRates(now) {
-  const seconds = last ? now.uptime_s - last.uptime_s : 0;
-  const perSecond = (is, was) => seconds > 0 && was != null ? Math.max(0, is - was) / seconds : null;
-  const smooth = (is, was) => is == null || was == null ? is ?? was : 0.7 * was + 0.3 * is;
-  now.rates = { finished: perSecond(now.finished.finished ?? 0, last?.finished.finished ?? 0) };
-  for (const role of ["prefill", "decode"]) now.rates[role] = perSecond(now.tokens[role] ?? 0, last?.tokens[role]);
-  const before = new Map(paces);
-  paces.clear();
+  const seconds = last ? now.uptime_s - last.uptime_s : 0, earlier = counted;
+  counted = new Map();
+  const perSecond = (key, is) => {
+    const [was, before] = earlier.get(key) ?? [];
+    const rise = seconds > 0 && was != null ? Math.max(0, is - was) / seconds : null;
+    const smooth = rise == null || before == null ? rise : 0.7 * before + 0.3 * rise;
+    counted.set(key, [is, smooth]);
+    return smooth;
+  };
+  const tokens = (role) => sum(now.pools.filter((pool) => pool.role === role), (pool) => pool.tokens);
+  now.rates = {
+    finished: perSecond("finished", now.finished.finished ?? 0),
+    prefill: perSecond("prefill", tokens("prefill")),
+    decode: perSecond("decode", tokens("decode")),
+  };
   for (const pool of now.pools) for (const worker of pool.shown) {
-    const key = `${pool.role}/${worker.name}`, was = before.get(key);
-    worker.pace = {
-      counted: [worker.tokens, worker.steps],
-      perS: [worker.tokens, worker.steps].map((n, at) => smooth(perSecond(n, was?.counted[at]), was?.perS[at])),
-    };
-    paces.set(key, worker.pace);
+    worker.tokensPerS = perSecond(`${pool.role}/${worker.name} tokens`, worker.tokens);
+    worker.stepsPerS = perSecond(`${pool.role}/${worker.name} steps`, worker.steps);
   }
 }
 
 function showCards(s) {
-  const decode = s.pools.filter((pool) => pool.role === "decode");
+  const decode = s.pools.filter((pool) => pool.role === "decode"), blocks = sum(decode, (pool) => pool.kv_blocks);
   const figures = {
     Running: [count(s.running), `on ${sum(s.pools, (pool) => pool.workers)} workers`],
     Waiting: [count(s.queued), `${count(sum(s.models, (model) => model.waiting_tokens))} prompt tokens`],
@@ -169,7 +179,7 @@ function showCards(s) {
     Output: [rate(s.rates.decode), "tokens per second"],
     "Time to first token": [time(s.times.ttft_p50_ms), `p99 ${time(s.times.ttft_p99_ms)}`],
     "Time per token": [time(s.times.tpot_p50_ms), `p99 ${time(s.times.tpot_p99_ms)}`],
-    "KV for decode": [percent(sum(decode, (pool) => pool.kv_used) / (sum(decode, (pool) => pool.kv_blocks) || 1)), "reserved"],
+    "KV for decode": [percent(sum(decode, (pool) => pool.kv_used) / (blocks || 1)), "reserved"],
   };
   Object.entries(figures).forEach(([title, [value, more]], at) => {
     const card = get("cards").children[at] ?? get("cards").appendChild(make("div"));
@@ -183,29 +193,32 @@ const filled = (w) => w.kv_used / w.kv_blocks;
 const linksOf = (w) => Object.entries(w.links).map(([transport, n]) => `${n} × ${transport}`).join(", ") || DASH;
 const workerColumns = (...own) => [
   text("Name", (w) => w.name),
-  bar("Sequences", (w) => [["", w.seqs / w.seqs_max]], (w) => count(w.seqs)),
-  bar("KV reserved", (w) => [["", filled(w)]], (w) => percent(filled(w)), "", (w) => filled(w) > 0.97 ? "full" : ""),
-  number("Tokens/s", (w) => rate(w.pace.perS[0])),
+  bar("Sequences", (w) => [["", w.seqs / w.seqs_max]], (w) => count(w.seqs), "slim"),
+  bar("KV reserved", (w) => [["", filled(w)]], (w) => percent(filled(w)), "slim", (w) => filled(w) > 0.97 ? "full" : ""),
+  number("Tokens/s", (w) => rate(w.tokensPerS)),
   ...own,
   text("Host", (w) => w.host, "wide"),
   graded("Health", (w) => w.health, (w) => ({ ok: "good", "left out": "bad" })[w.health] ?? "warn"),
   button("Manage", manage, () => last.can_act, (w) => w.name),
 ];
 const timeline = (id) => button("Timeline", (r) => explain(r[id]), () => last.can_explain, (r) => r[id]);
-const kept = (c) => c.finished ? c.kept / c.finished : null, hasTarget = (c) => c.ttft_target_ms || c.tpot_target_ms;
-const targets = (c) => [c.ttft_target_ms && `TTFT ${time(c.ttft_target_ms)}`, c.tpot_target_ms && `${time(c.tpot_target_ms)} per token`];
+const kept = (c) => c.finished ? c.kept / c.finished : null;
+const targets = (c) => [
+  c.ttft_target_ms ? `TTFT ${time(c.ttft_target_ms)}` : [], c.tpot_target_ms ? `${time(c.tpot_target_ms)} per token` : [],
+].flat();
+const PHASES = ["queue", "prefill", "transfer", "decode"], total = (r) => sum(PHASES, (phase) => r[`${phase}_ms`]);
 const COLUMNS = {
   prefill: workerColumns(
     number("Tokens ahead", (w) => count(w.tokens_before), "wide"),
     text("KV links", (w) => [linksOf(w), ...w.links_why].join("; "), "wide"),
   ),
-  decode: workerColumns(number("ms/step", (w) => w.pace.perS[1] > 0.1 ? (1000 / w.pace.perS[1]).toFixed(1) : DASH, "wide")),
+  decode: workerColumns(number("ms/step", (w) => w.stepsPerS > 0.1 ? (1000 / w.stepsPerS).toFixed(1) : DASH, "wide")),
   classes: [
     text("Class", (c) => c.name), bar("Share", (c) => [["", c.share]], (c) => percent(c.share)),
     number("Waiting", (c) => count(c.waiting)), number("Oldest", (c) => c.oldest_s ? age(c.oldest_s) : DASH, "wide"),
-    text("Targets", (c) => targets(c).filter(Boolean).join(", ") || "none", "wide"),
-    graded("Within targets", (c) => hasTarget(c) ? `${percent(kept(c))} of ${percent(c.percentile)}` : DASH,
-      (c) => !hasTarget(c) || kept(c) == null ? "" : kept(c) < c.percentile ? "bad" : "good"),
+    text("Targets", (c) => targets(c).join(", ") || "none", "wide"),
+    graded("Within targets", (c) => targets(c).length ? `${percent(kept(c))} of ${percent(c.percentile)}` : DASH,
+      (c) => !targets(c).length || kept(c) == null ? "" : kept(c) < c.percentile ? "bad" : "good"),
   ],
   tenants: [
     text("Tenant", (t) => t.tenant), text("Class", (t) => t.class, "wide"),
@@ -222,14 +235,15 @@ const COLUMNS = {
   requests: [
     number("Ago", (r) => age(r.age_s)), name("Request", (r) => r.request_id), text("Tenant", (r) => r.tenant, "wide"),
     text("Class", (r) => r.priority_class, "wide"),
-    bar("Time", (r) => ["queue", "prefill", "transfer", "decode"].map((part) => [part, r[`${part}_ms`] / (r.total || 1)]), () => "", "wide", () => "long"),
-    number("TTFT", (r) => time(r.queue_ms + r.prefill_ms)), number("Total", (r) => time(r.total)),
+    bar("Time", (r) => PHASES.map((phase) => [phase, r[`${phase}_ms`] / (total(r) || 1)]), () => "", "wide", () => "long"),
+    number("TTFT", (r) => time(r.queue_ms + r.prefill_ms)), number("Total", (r) => time(total(r)), "wide"),
     number("Tokens", (r) => count(r.output_tokens), "wide"),
-    graded("Outcome", (r) => r.outcome, (r) => ({ finished: "good", cancelled: "" })[r.outcome] ?? "bad"), timeline("request_id"),
+    graded("Outcome", (r) => r.outcome, (r) => ({ finished: "good", cancelled: "" })[r.outcome] ?? "bad"),
+    timeline("request_id"),
   ],
   events: [
-    number("Ago", (e) => age(e.age_s)), text("Who", (e) => `${e.kind} ${e.last}${e.times > 1 ? ` and ${e.times - 1} more` : ""}`, "name"),
-    text("What", (e) => e.what, "wrap"),
+    number("Ago", (e) => age(e.age_s)),
+    name("Who", (e) => `${e.kind} ${e.last}${e.times > 1 ? ` and ${e.times - 1} more` : ""}`), text("What", (e) => e.what, "wrap"),
   ],
   ratio: [text("Ratio", (r) => r.what), text("State", (r) => r.words, "wrap")],
   arms: [
@@ -238,18 +252,22 @@ const COLUMNS = {
   ],
 };
 
-function ratioRows(s) {
-  const off = (e) => e.ttft_p90 == null ? "" : `; predictions of TTFT p90 were off by ${percent(e.ttft_p90)}`;
-  const advice = (a) => `${a.wanted === a.present ? `keeps ${a.present}` : `wants ${a.wanted} instead of ${a.present}`}: ${a.reason}${off(a.error)}`;
-  const result = (f) => f.failure ? ` (${f.failure})` : f.commit_ms ? ` in ${time(f.drained_ms + f.commit_ms)}` : "";
-  const trial = s.policy.trial ? `; version ${s.policy.trial} on trial for ${percent(s.policy.share)} of organisations` : "";
-  return [
-    { what: "Workers", words: s.pools.map((pool) => `${pool.workers} ${pool.role}`).join(", ") || "none" },
-    ...s.autopilots.map((a) => ({ what: `Autopilot, ${a.mode}`, words: advice(a) })),
-    { what: "Policy", words: `version ${s.policy.number} (${s.policy.digest})${trial}` },
-    ...s.flips.map((f) => ({ what: f.worker, words: `${f.before} → ${f.role}, ${f.state}${result(f)}${f.why ? `; ${f.why}` : ""}` })).reverse(),
-  ];
+function adviceWords(a) {
+  const wants = a.wanted === a.present ? `keeps ${a.present}` : `wants ${a.wanted} instead of ${a.present}`;
+  const off = a.error.ttft_p90 == null ? "" : `; its predictions of TTFT p90 were off by ${percent(a.error.ttft_p90)}`;
+  return `${wants}: ${a.reason}${off}`;
 }
+function flipWords(f) {
+  const result = f.failure ? ` (${f.failure})` : f.commit_ms ? ` in ${time(f.drained_ms + f.commit_ms)}` : "";
+  return `${f.before} → ${f.role}, ${f.state}${result}${f.why ? `; ${f.why}` : ""}`;
+}
+const ratioRows = (s) => [
+  { what: "Workers", words: s.pools.map((pool) => `${pool.workers} ${pool.role}`).join(", ") || "none" },
+  ...s.autopilots.map((a) => ({ what: `Autopilot, ${a.mode}`, words: adviceWords(a) })),
+  { what: "Policy", words: `version ${s.policy.number} (${s.policy.digest})` },
+  ...s.policy.trial ? [{ what: "On trial", words: `version ${s.policy.trial} (${s.policy.trial_digest})` }] : [],
+  ...s.flips.map((f) => ({ what: f.worker, words: flipWords(f) })).reverse(),
+];
 
 function showWorkers(s, pool) {
   const id = `${pool.model}/${pool.role}`, of = s.models.length > 1 ? ` of ${pool.model}` : "";
@@ -275,13 +293,15 @@ function show(s) {
   showCards(s);
   charts.forEach((chart) => addPoint(chart, s));
   s.pools.forEach((pool) => showWorkers(s, pool));
-  const list = (id, items, keyOf, none = "None.") => table(get(id), id, get(`h-${id}`).textContent, COLUMNS[id], items, keyOf, none);
-  list("classes", s.classes.map((c) => ({ ...c, share: s.class_sums[c.name][0], waiting: s.class_sums[c.name][1] })), (c) => c.name);
+  const list = (id, items, keyOf, none = "None.") => (
+    table(get(id), id, get(`h-${id}`).textContent, COLUMNS[id], items, keyOf, none)
+  );
+  const [share, waiting] = [0, 1].map((at) => (c) => s.class_sums[c.name][at]);
+  list("classes", s.classes.map((c) => ({ ...c, share: share(c), waiting: waiting(c) })), (c) => c.name);
   list("tenants", s.tenants, (t) => `${t.class}/${t.tenant}`, "No tenant was served in the last seconds.");
   list("waiting", s.waiting, (r) => r.id, "Nothing waits.");
   list("sessions", s.models, (m) => m.model);
-  const total = (r) => r.queue_ms + r.prefill_ms + r.transfer_ms + r.decode_ms;
-  list("requests", s.requests.map((r) => ({ ...r, total: total(r) })), (r) => `${r.request_id}/${r.at}`, "None has ended yet.");
+  list("requests", s.requests, (r) => `${r.request_id}/${r.at}`, "None has ended yet.");
   list("events", s.events.slice().reverse(), (e) => `${e.first_at}/${e.kind}`);
   list("ratio", ratioRows(s), (r) => `${r.what}/${r.words}`);
   table(get("ratio"), "arms", "Arms of the policy", COLUMNS.arms, s.policy.trial ? s.policy.arms : [], (a) => a.arm, "");
@@ -310,7 +330,8 @@ async function post(path, body) {
   const key = sessionStorage.getItem("key") ?? await unlock();
   if (!key) return null;
   try {
-    const answer = await fetch(`dashboard/${path}`, { method: "POST", headers: { authorization: `Bearer ${key}` }, body });
+    const headers = { authorization: `Bearer ${key}` };
+    const answer = await fetch(`dashboard/${path}`, { method: "POST", headers, body });
     const found = await answer.json();
     if (answer.ok) return found;
     if (answer.status === 401) sessionStorage.removeItem("key");
@@ -328,7 +349,7 @@ async function manage(worker) {
   const wanted = await ask(get("manage")), role = get("role").value;
   if (wanted === "drain") await order(["DrainRequest", worker.name, false, 20000], `${worker.name} gets nothing new`);
   if (wanted === "undo") await order(["DrainRequest", worker.name, true, 0], `${worker.name} takes requests again`);
-  if (wanted === "flip") await order(["FlipRequest", worker.process, role, 20000], `${worker.process} is to become a ${role} worker`);
+  if (wanted === "flip") await order(["FlipRequest", worker.process, role, 20000], `${worker.process} becomes a ${role} worker`);
 }
 async function explain(id) {
   say("Replaying the event log …");

@@ -18,6 +18,7 @@ from coordinator.reporting.metrics import RecentTimes
 from coordinator.state import State
 from proto.messages import Hello, Role
 from scheduler.lifecycle import RequestState
+from scheduler.workers.circuit_breakers import NOBODY
 from scheduler.workers.worker import Worker
 
 WORKERS_SHOWN: Final = 32  # of each model and role
@@ -103,11 +104,9 @@ def _model(state: State, model: str) -> dict[str, Any]:
     sessions, queue = state.cluster.pools[model].sessions, state.cluster.queues[model]
     return {
         "model": model,
-        "waiting": len(queue),
         "waiting_tokens": max(queue.line.tokens, 0),
         "sessions": len(sessions),
         "leases": sessions.leases,
-        "leased_tokens": sessions.leased_tokens,
     }
 
 
@@ -116,7 +115,7 @@ def _model(state: State, model: str) -> dict[str, Any]:
 
 def _pools(state: State, model: str) -> list[dict[str, Any]]:
     pool = state.cluster.pools[model]
-    left_out = {one for pair, breaker in pool.breakers.pairs.items() if breaker.tripped for one in pair}
+    left_out = {max(pair) for pair, breaker in pool.breakers.pairs.items() if breaker.tripped and NOBODY in pair}
     sides: dict[Role, Sequence[Worker]] = {
         Role.PREFILL: tuple(pool.prefill.values()),
         Role.DECODE: tuple(pool.decode.values()),

@@ -105,16 +105,19 @@ Test = Callable[["Served"], Awaitable[None]]
 class Served:
     """The dashboard on a metrics port, with a count of the snapshots made, and the orders that came."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.client = httpx.AsyncClient(base_url=url, timeout=30)
+    def __init__(self, address: str, key: AdminKey) -> None:
+        host, _, port = address.rpartition(":")
+        self.address = host, int(port)
+        self.client = httpx.AsyncClient(base_url=f"http://{address}", timeout=30)
+        self.app = DashboardSite(self.snapshot, self.carry_out, key, ())
         self.made = 0
+        self.text = ""  # of each snapshot
         self.orders: list[Message] = []
         self.refusal = ""
 
     def snapshot(self) -> dict[str, Any]:
         self.made += 1
-        return {"made": self.made}
+        return {"made": self.made, "text": self.text}
 
     async def carry_out(self, order: Message) -> str:
         self.orders.append(order)
@@ -131,10 +134,8 @@ def served(test: Test, key_file: Path | None = None) -> None:
     async def scene() -> None:
         server = MetricsServer("127.0.0.1:0")
         await server.start()
-        up = Served(f"http://{server.address}")
-        key = AdminKey(str(key_file) if key_file else "")
-        app = DashboardSite(up.snapshot, up.carry_out, key, ())
-        server.show(MetricsRegistry("coordinator"), lambda: None, None, (site.PATH, app))
+        up = Served(server.address, AdminKey(str(key_file) if key_file else ""))
+        server.show(MetricsRegistry("coordinator"), lambda: None, None, (site.PATH, up.app))
         try:
             async with asyncio.timeout(60):
                 await test(up)
@@ -228,17 +229,15 @@ def test_stalled_viewer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_http, "EXCHANGE_S", 1.0)
 
     async def test(up: Served) -> None:
-        monkeypatch.setattr(up, "snapshot", dict)
-        host, _, port = up.url.removeprefix("http://").rpartition(":")
-        _, stalled = await asyncio.open_connection(host, int(port), limit=1024)
+        up.text = "x" * 1_000_000
+        _, stalled = await asyncio.open_connection(*up.address, limit=1024)
         stalled.write(b"GET /dashboard/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await until(lambda: up.app._viewers == 1)
         async with up.client.stream("GET", "/dashboard/events") as reading:
-            began, read = asyncio.get_running_loop().time(), 0
-            async for chunk in reading.aiter_bytes():
-                read += len(chunk)
-                if asyncio.get_running_loop().time() > began + 3.0:
-                    break
-        assert read > 1000
+            began, chunks = asyncio.get_running_loop().time(), reading.aiter_raw()
+            while up.app._viewers > 1 or asyncio.get_running_loop().time() < began + 2.0:
+                await anext(chunks)
+            assert up.app._viewers == 1
         stalled.close()
 
     served(test)

@@ -180,6 +180,7 @@ function showCards(s) {
     "Time to first token": [time(s.times.ttft_p50_ms), `p99 ${time(s.times.ttft_p99_ms)}`],
     "Time per token": [time(s.times.tpot_p50_ms), `p99 ${time(s.times.tpot_p99_ms)}`],
     "KV for decode": [percent(sum(decode, (pool) => pool.kv_used) / (blocks || 1)), "reserved"],
+    Sessions: [count(sum(s.models, (model) => model.sessions)), `KV kept for ${count(sum(s.models, (model) => model.leases))}`],
   };
   Object.entries(figures).forEach(([title, [value, more]], at) => {
     const card = get("cards").children[at] ?? get("cards").appendChild(make("div"));
@@ -228,10 +229,6 @@ const COLUMNS = {
     name("Request", (r) => r.id), text("Tenant", (r) => r.tenant), number("Prompt", (r) => count(r.prompt_tokens), "wide"),
     number("Waited", (r) => time(1000 * r.waited_s)), timeline("id"),
   ],
-  sessions: [
-    text("Model", (m) => m.model), number("Waiting", (m) => count(m.waiting)), number("Sessions", (m) => count(m.sessions)),
-    number("KV kept for", (m) => count(m.leases)), number("Tokens kept", (m) => count(m.leased_tokens), "wide"),
-  ],
   requests: [
     number("Ago", (r) => age(r.age_s)), name("Request", (r) => r.request_id), text("Tenant", (r) => r.tenant, "wide"),
     text("Class", (r) => r.priority_class, "wide"),
@@ -242,8 +239,8 @@ const COLUMNS = {
     timeline("request_id"),
   ],
   events: [
-    number("Ago", (e) => age(e.age_s)),
-    name("Who", (e) => `${e.kind} ${e.last}${e.times > 1 ? ` and ${e.times - 1} more` : ""}`), text("What", (e) => e.what, "wrap"),
+    number("Ago", (e) => age(e.age_s)), text("What", (e) => e.what, "wrap"),
+    name("Who", (e) => `${e.kind} ${e.last}${e.times > 1 ? ` and ${e.times - 1} more` : ""}`),
   ],
   ratio: [text("Ratio", (r) => r.what), text("State", (r) => r.words, "wrap")],
   arms: [
@@ -300,7 +297,6 @@ function show(s) {
   list("classes", s.classes.map((c) => ({ ...c, share: share(c), waiting: waiting(c) })), (c) => c.name);
   list("tenants", s.tenants, (t) => `${t.class}/${t.tenant}`, "No tenant was served in the last seconds.");
   list("waiting", s.waiting, (r) => r.id, "Nothing waits.");
-  list("sessions", s.models, (m) => m.model);
   list("requests", s.requests, (r) => `${r.request_id}/${r.at}`, "None has ended yet.");
   list("events", s.events.slice().reverse(), (e) => `${e.first_at}/${e.kind}`);
   list("ratio", ratioRows(s), (r) => `${r.what}/${r.words}`);
@@ -349,7 +345,7 @@ async function manage(worker) {
   const wanted = await ask(get("manage")), role = get("role").value;
   if (wanted === "drain") await order(["DrainRequest", worker.name, false, 20000], `${worker.name} gets nothing new`);
   if (wanted === "undo") await order(["DrainRequest", worker.name, true, 0], `${worker.name} takes requests again`);
-  if (wanted === "flip") await order(["FlipRequest", worker.process, role, 20000], `${worker.process} becomes a ${role} worker`);
+  if (wanted === "flip") await order(["FlipRequest", worker.process, role, 20000], `${worker.process} becomes ${role}`);
 }
 async function explain(id) {
   say("Replaying the event log …");

@@ -83,7 +83,11 @@ def snapshot(state: State, recent: RecentTimes, events: Iterable[RecentEvent], n
         "classes": _classes(state, now),
         **_tenants(state, now),
         "waiting": _waiting(state, now),
-        "requests": [asdict(one) | {"age_s": now - one.at} for one in recent.latest(REQUESTS_SHOWN)],
+        "requests": [
+            asdict(one.closed)
+            | {"at": one.at, "age_s": now - one.at, "tenant": one.tenant, "priority_class": one.priority_class}
+            for one in recent.latest(REQUESTS_SHOWN)
+        ],
         "left_out": status.left_out(state)[:REASONS_SHOWN],
         "hung": [hello.name for hello in list(state.members.fenced.values())[-REASONS_SHOWN:]],
         "flips": [asdict(flip.status()) for flip in list(state.members.flips)[-FLIPS_SHOWN:]],

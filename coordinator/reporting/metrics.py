@@ -9,8 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from math import inf
-
-import msgspec
+from typing import NamedTuple
 
 from coordinator.accounting.billing import Closed, Opened
 from coordinator.events import StateChanged
@@ -452,19 +451,11 @@ def _is_event(key: str) -> bool:
     return key not in _TOKENS and not any(key.startswith(f"{prefix}_") for prefix in _BY_REASON)
 
 
-class RecentRequest(msgspec.Struct, frozen=True, gc=False):
-    """A request that has ended. Times are over all its attempts."""
-
+class RecentRequest(NamedTuple):
     at: float
-    request_id: str
     tenant: str
     priority_class: str
-    outcome: str
-    queue_ms: float
-    prefill_ms: float
-    transfer_ms: float
-    decode_ms: float
-    output_tokens: int
+    closed: Closed
 
 
 class RecentTimes:
@@ -473,10 +464,7 @@ class RecentTimes:
 
     def add(self, entry: Closed, kind: tuple[str, str, str] = ("", "", ""), now: float = 0.0) -> None:
         """`kind`: tenant, model and priority class."""
-        times = entry.queue_ms, entry.prefill_ms, entry.transfer_ms, entry.decode_ms
-        self._last.append(
-            RecentRequest(now, entry.request_id, kind[0], kind[2], entry.outcome, *times, entry.output_tokens)
-        )
+        self._last.append(RecentRequest(now, kind[0], kind[2], entry))
 
     def latest(self, most: int) -> list[RecentRequest]:
         """The last requests that have ended, whatever their outcome, latest first."""
@@ -485,7 +473,7 @@ class RecentTimes:
     def figures(self, since: float = -inf) -> dict[str, float]:
         """Medians and 99th percentiles as the coordinator sees them, in ms, of the last requests that finished; empty if there
         are none. The first token is drawn when the prompt is computed."""
-        finished = [one for one in self._last if one.outcome == RequestState.FINISHED and one.at >= since]
+        finished = [one.closed for one in self._last if one.closed.outcome == RequestState.FINISHED and one.at >= since]
         if not finished:
             return {}
         queue = [one.queue_ms for one in finished]

@@ -177,7 +177,7 @@ function showCards(s) {
     Waiting: [count(s.queued), `${count(sum(s.models, (model) => model.waiting_tokens))} prompt tokens`],
     Finished: [rate(s.rates.finished), "requests per second"],
     Output: [rate(s.rates.decode), "tokens per second"],
-    "Time to first token": [time(s.times.ttft_p50_ms), `p99 ${time(s.times.ttft_p99_ms)}`],
+    TTFT: [time(s.times.ttft_p50_ms), `p99 ${time(s.times.ttft_p99_ms)}`],
     "Time per token": [time(s.times.tpot_p50_ms), `p99 ${time(s.times.tpot_p99_ms)}`],
     "KV for decode": [percent(sum(decode, (pool) => pool.kv_used) / (blocks || 1)), "reserved"],
     Sessions: [count(sum(s.models, (model) => model.sessions)), `KV kept for ${count(sum(s.models, (model) => model.leases))}`],
@@ -196,7 +196,7 @@ const workerColumns = (...own) => [
   text("Name", (w) => w.name),
   bar("Sequences", (w) => [["", w.seqs / w.seqs_max]], (w) => count(w.seqs), "slim"),
   bar("KV reserved", (w) => [["", filled(w)]], (w) => percent(filled(w)), "slim", (w) => filled(w) > 0.97 ? "full" : ""),
-  number("Tokens/s", (w) => rate(w.tokensPerS)),
+  number("Tokens/s", (w) => rate(w.tokensPerS), "wide"),
   ...own,
   text("Host", (w) => w.host, "wide"),
   graded("Health", (w) => w.health, (w) => ({ ok: "good", "left out": "bad" })[w.health] ?? "warn"),
@@ -239,8 +239,9 @@ const COLUMNS = {
     timeline("request_id"),
   ],
   events: [
-    number("Ago", (e) => age(e.age_s)), text("What", (e) => e.what, "wrap"),
+    number("Ago", (e) => age(e.age_s)),
     name("Who", (e) => `${e.kind} ${e.last}${e.times > 1 ? ` and ${e.times - 1} more` : ""}`),
+    text("What", (e) => e.what, "wrap"),
   ],
   ratio: [text("Ratio", (r) => r.what), text("State", (r) => r.words, "wrap")],
   arms: [

@@ -33,7 +33,7 @@ def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Live:
 
 
 def visited(cluster: Live, scene: Callable[[Page], Awaitable[None]], **how: int | str) -> None:
-    """Under load; whatever the scene does, the page logs no error and asks no other server."""
+    """Visits the page under load. Whatever the scene does, the page logs no error and asks no other server."""
     ended = Event()
 
     def load() -> None:
@@ -88,7 +88,7 @@ def test_page_fits_its_window(cluster: Live, width: int, scheme: str) -> None:
 
 
 def test_keyboard_drains_a_worker(cluster: Live) -> None:
-    """With the keyboard alone, a person types the key, drains a worker and puts it back."""
+    """A person with a keyboard alone types the key, drains a worker and puts it back."""
     focused = "document.activeElement.getAttribute('aria-label')"
 
     async def choose(page: Page, dialog_value: str) -> None:

@@ -1,7 +1,7 @@
 """Serves the dashboard: its files, one stream of snapshots for all viewers, and orders.
 
-Everyone who reaches the port may look. Orders, and timelines, which cost a process, need the key of `--admin-key-file`. The page
-sends it in a header, so that no page of another origin can have it sent.
+Everyone who reaches the port may look. Orders, and timelines, which cost a process, need the key of `--admin-key-file`. The
+page sends it in a header, so that no page of another origin can have it sent.
 """
 
 import asyncio

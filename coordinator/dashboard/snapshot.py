@@ -1,5 +1,5 @@
-"""The core's state as the dashboard shows it. The size of a snapshot does not grow with the cluster: it has the busiest workers,
-the tenants that were served most, and the last requests and events. Pure.
+"""The core's state as the dashboard shows it. The size of a snapshot does not grow with the cluster: it has the busiest
+workers, the tenants that were served most, and the last requests and events. Pure.
 """
 
 from collections import Counter, deque

@@ -34,6 +34,7 @@ from tests.helpers import until
 from tests.test_tidy import ROOT
 
 KEY = "correct-horse-battery"
+PAGE = "coordinator.dashboard"
 AUTHORIZED = {"authorization": f"Bearer {KEY}"}
 
 
@@ -128,8 +129,10 @@ def test_wheel_has_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     distribution.parse_config_files()
     build = distribution.get_command_obj("build_py")
     build.ensure_finalized()
-    found = {name for package, _, _, names in build.data_files if package == "coordinator.dashboard" for name in names}
-    assert {f"static/{name}" for name, _ in site.FILES.values()} | {"static/uplot.LICENSE"} <= found
+    build.manifest_files = {}  # of sdist, which would be written here
+    folder = Path("coordinator/dashboard")
+    found = {Path(name).relative_to(folder / "static").as_posix() for name in build.find_data_files(PAGE, str(folder))}
+    assert {name for name, _ in site.FILES.values()} | {"uplot.LICENSE"} == found and PAGE in build.packages
 
 
 # --- the site ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The dashboard of a real cluster, in headless Chromium."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from threading import Event, Thread
 
@@ -24,12 +24,12 @@ OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clie
 
 
 @pytest.fixture(scope="module")
-def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Live:
+def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     folder = tmp_path_factory.mktemp("dashboard")
     (folder / "admin.key").write_text(KEY)
     options = ("--decode", "2", "--admin-key-file", str(folder / "admin.key"), "--event-log", str(folder / "events"))
     with live(tiny, folder, *options) as up:
-        yield up  # type: ignore[misc]
+        yield up
 
 
 def visited(cluster: Live, scene: Callable[[Page], Awaitable[None]], **how: int | str) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from coordinator.accounting.billing import Closed, Opened, Past
 from coordinator.accounting.ledger import Ledger, LedgerError
 from coordinator.accounting.quota import DAY_S
 from coordinator.core import Core
+from coordinator.dashboard import site
+from coordinator.dashboard.snapshot import RecentEvents, snapshot
 from coordinator.event_log.recorder import EventRecorder
 from coordinator.events import (
     Action,
@@ -33,10 +36,11 @@ from coordinator.policy_versions import PolicyInForce
 from coordinator.recovery.stall_detector import StallDetector
 from coordinator.reporting import status
 from coordinator.reporting.metrics import CoordinatorMetrics
-from proto import limits
+from proto import codec, limits
+from proto.drain import DrainAnswer, FlipAnswer
 from proto.errors import CancelReason, Reject, RemoteProtocolError
 from proto.messages import Cancel, ClusterState, Hello, Message, Rejected, Role, Submit
-from proto.policy import PolicyRequest
+from proto.policy import PolicyAnswer, PolicyRequest
 from proto.status import StatusReport
 from runtime.link.failure_detector import FailureDetector
 from runtime.link.keys import keys_for
@@ -46,6 +50,7 @@ from runtime.metrics.server import MetricsServer
 from runtime.process import clock, garbage_collector, log, notify
 from runtime.process.driver import CoreDriver, cancelled, watched
 from runtime.process.exits import ConfigError
+from runtime.process.version import version_of
 from runtime.settings import machine
 from runtime.settings.roles import CoordinatorSettings
 from runtime.tenancy.file import TenantsFile
@@ -53,6 +58,7 @@ from runtime.tenancy.tenants import Tenants, TenantsError
 from scheduler.lifecycle import TERMINAL
 
 _BEHIND_RETRY_S = 1.0
+_ORDER_S = 8.0  # that an order of the dashboard may take
 _CLOCK_STEP_S = 1.0  # the core is told when the wall clock and the monotonic one have drifted apart by more
 _LIMITS = Limits.__dataclass_fields__.keys() & CoordinatorSettings.model_fields.keys()
 
@@ -80,6 +86,9 @@ class Coordinator:
         self.policies: PolicyKeeper | None = None
         self.ledger: Ledger | None = None
         self.outbox = Outbox()
+        self.recent_events = RecentEvents()
+        self._admin_key = site.AdminKey(settings.admin_key_file)
+        self._started = clock.now()
         self._utc_offset_s = 0.0
         self.failure: asyncio.Event = asyncio.Event()  # set when the ledger can no longer be written
         self.server = LinkServer(
@@ -158,7 +167,7 @@ class Coordinator:
         ends = [asyncio.create_task(end) for end in (self.failure.wait(), stop.wait(), self._absent())]
         own = (Role.COORDINATOR, self.name, self.observed.address)
         pages = {"/targets": lambda: status.targets(own, [peer.hello for peer in self.peers.values()])}
-        self.observed.show(self.metrics.registry, lambda: None, pages)
+        self.observed.show(self.metrics.registry, lambda: None, pages, (site.PATH, self._dashboard()))
         self.log.info("listening", address=address)
         notify.ready(f"listening on {address}")
         await self.observed.serve()
@@ -176,6 +185,50 @@ class Coordinator:
         for end in ends:
             end.cancel()
         return 1 if self.failure.is_set() else 0
+
+    # --- the dashboard --------------------------------------------------------------------------------------------------
+
+    def _dashboard(self) -> site.DashboardSite:
+        log_path = str(self.recorder.path) if self.recorder is not None else ""
+        explain = ("nice", "-n19", sys.executable, "-P", "-m", "launcher.cli", "explain", "--json", log_path)
+        return site.DashboardSite(self._shown, self._carry_out, self._admin_key, explain if log_path else ())
+
+    def _shown(self) -> dict[str, object]:
+        """A snapshot for the dashboard. It reads the core's state without an event, as metrics do."""
+        now = clock.now()
+        own = {
+            "name": self.name,
+            "version": version_of(),
+            "unix_s": clock.unix_time(),
+            "uptime_s": now - self._started,
+            "can_act": self._admin_key.given,
+            "can_explain": self._admin_key.given and self.recorder is not None,
+        }
+        return own | snapshot(self.core.state, self.metrics.recent, self.recent_events.events, now)
+
+    async def _carry_out(self, order: Message) -> str:
+        """Carry out an order of the dashboard as one that came on an observer's link. Returns why it was refused, or an empty
+        string."""
+        answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+
+        def on_frames(_peer: Peer, frames: list[bytes]) -> bool:
+            message = codec.decode(frames)[0]
+            if isinstance(message, DrainAnswer | FlipAnswer | PolicyAnswer) and not answer.done():
+                answer.set_result(message)
+            return True
+
+        hello = Hello(limits.PROTOCOL_VERSION, Role.OBSERVER, clock.new_incarnation(), "dashboard")
+        peer = Peer(hello.incarnation, hello, on_frames)
+        self.log.info("ordered on the dashboard", order=type(order).__name__)
+        self._up(peer)
+        try:
+            self._message(peer, order, b"")
+            async with asyncio.timeout(_ORDER_S):
+                return str(getattr(await answer, "refusal"))  # noqa: B009 (of all three)
+        except TimeoutError:
+            return f"nothing was heard in {_ORDER_S:.0f} s"
+        finally:
+            self._down(peer, "answered")
 
     async def _absent(self) -> None:
         while True:
@@ -254,6 +307,7 @@ class Coordinator:
         self.peers[peer.incarnation] = peer
         emit = self.log.debug if peer.hello.role is Role.OBSERVER else self.log.info
         emit("joined", peer=peer.hello.name, role=peer.hello.role.value, model=peer.hello.model)
+        self.recent_events.on_process(peer.hello, "joined", clock.now())
         if peer.hello.role is Role.GATEWAY:
             self.hash_key = self.hash_key or peer.hello.hash_key or secrets.token_bytes(32)
         # Keep the key from the core, since the core's events are recorded.
@@ -266,6 +320,7 @@ class Coordinator:
             quiet = peer.hello.role is Role.OBSERVER
             emit = self.log.debug if quiet else self.log.info if is_orderly(reason) else self.log.warning
             emit("left", peer=peer.hello.name, role=peer.hello.role.value, reason=reason)
+            self.recent_events.on_process(peer.hello, f"left: {reason}", clock.now())
             self.driver.post(PeerDown(peer.incarnation, reason))
 
     def _message(self, peer: Peer, message: Message, blob: bytes) -> None:
@@ -330,6 +385,7 @@ class Coordinator:
                 self._record_usage(action)
             case StateChanged(request_id, attempt, state, why):
                 self.metrics.on_state_changed(action)
+                self.recent_events.on_state_changed(action, clock.now())
                 emit = self.log.info if state in TERMINAL else self.log.debug
                 emit("request", request_id=request_id, attempt=attempt, state=state.value, why=why)
             case ProtocolViolation(incarnation, reason, bug):

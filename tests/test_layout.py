@@ -15,7 +15,13 @@ FILES_MAX = 15
 LINES_MAX = 500
 
 FOLDERS_MAY_IMPORT = {
-    "coordinator": {"accounting": "", "event_log": "", "recovery": "reporting", "reporting": "accounting"},
+    "coordinator": {
+        "accounting": "",
+        "dashboard": "reporting",
+        "event_log": "",
+        "recovery": "reporting",
+        "reporting": "accounting",
+    },
     "scheduler": {
         "fairness": "",
         "kv_admission": "",

@@ -23,7 +23,7 @@ PARAGRAPHS = {
     "Other users of the same host": "test_only_child_processes_are_heard test_other_users_are_not_heard",
     "Other processes of the same user": "test_role_memory_is_private",
     "Metrics ports": "test_metrics_address_is_checked test_metrics_are_on_the_apis_port"
-    " test_foreign_host_header_is_refused test_no_secret_is_written_anywhere",
+    " test_foreign_host_header_is_refused test_no_secret_is_written_anywhere test_orders_need_the_admin_key",
     "The model": "test_remote_code_is_never_run test_bad_template_is_a_template_error test_transformers_never_runs_model_code",
     "The KV data plane": "test_bad_pools_and_hosts_are_refused",
     "Hashes of KV blocks": "test_gateways_share_lasting_hash_key test_hashes_reveal_nothing_without_key",

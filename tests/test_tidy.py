@@ -102,6 +102,7 @@ DRIVERS = frozenset(
         "coordinator/__main__.py",
         "coordinator/event_log/recorder.py",
         "coordinator/accounting/ledger.py",
+        "coordinator/dashboard/site.py",
         "coordinator/main.py",
         "coordinator/policy_keeper.py",
         "coordinator/serve.py",

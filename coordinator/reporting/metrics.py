@@ -7,6 +7,9 @@ value that follows them, and anything else is an event.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from math import inf
+from typing import NamedTuple
 
 from coordinator.accounting.billing import Closed, Opened
 from coordinator.events import StateChanged
@@ -159,7 +162,7 @@ _BY_REASON = {
 _TOKENS = ("prompt_tokens_cached", "output_tokens", "kv_bytes_moved", "kv_exposed_us")
 """Entries of `State.counters` that have metrics of their own, or are reported better elsewhere."""
 _LOST = "_lost"
-RECENT_REQUESTS = 256  # finished requests whose times `crossdock status` shows
+RECENT_REQUESTS = 256  # requests whose times `crossdock status` and the dashboard show
 
 
 class CoordinatorMetrics:
@@ -248,7 +251,7 @@ class CoordinatorMetrics:
 
     def on_closed(self, entry: Closed) -> None:
         """The request is over, and nothing of it is left on any worker."""
-        tenant, model, priority_class = self._accepted.pop(entry.request_id, (OTHER, "", ""))
+        kind = tenant, model, priority_class = self._accepted.pop(entry.request_id, (OTHER, "", ""))
         self._tenants.served(tenant, entry.charged_tokens)
         label = self._tenants.label(tenant)
         settled = self._core.accounts.billing.settled.get(entry.request_id)
@@ -267,7 +270,7 @@ class CoordinatorMetrics:
         ):
             if spent_ms > 0.0:
                 phases.labels(model, priority_class, phase).observe(spent_ms / 1000)
-        self.recent.add(entry)
+        self.recent.add(entry, kind, self._clock())
         cancelled_at = self._cancelled_at.pop(entry.request_id, None)
         if cancelled_at is not None:
             self._release.observe(self._clock() - cancelled_at)
@@ -448,26 +451,37 @@ def _is_event(key: str) -> bool:
     return key not in _TOKENS and not any(key.startswith(f"{prefix}_") for prefix in _BY_REASON)
 
 
+class RecentRequest(NamedTuple):
+    at: float
+    tenant: str
+    priority_class: str
+    closed: Closed
+
+
 class RecentTimes:
     def __init__(self) -> None:
-        self._last: deque[tuple[float, float, float, int]] = deque(maxlen=RECENT_REQUESTS)
-        """Milliseconds in the queue, in prefill, and from there to the end, and answer tokens, of requests that finished."""
+        self._last: deque[RecentRequest] = deque(maxlen=RECENT_REQUESTS)
 
-    def add(self, entry: Closed) -> None:
-        if entry.outcome == RequestState.FINISHED:
-            self._last.append(
-                (entry.queue_ms, entry.prefill_ms, entry.transfer_ms + entry.decode_ms, entry.output_tokens)
-            )
+    def add(self, entry: Closed, kind: tuple[str, str, str] = ("", "", ""), now: float = 0.0) -> None:
+        """`kind`: tenant, model and priority class."""
+        self._last.append(RecentRequest(now, kind[0], kind[2], entry))
 
-    def figures(self) -> dict[str, float]:
-        """Medians and 99th percentiles as the coordinator sees them, in ms; empty before the first request has ended. The first
-        token is drawn when the prompt is computed."""
-        if not self._last:
+    def latest(self, most: int) -> list[RecentRequest]:
+        """The last requests that have ended, whatever their outcome, latest first."""
+        return list(islice(reversed(self._last), most))
+
+    def figures(self, since: float = -inf) -> dict[str, float]:
+        """Medians and 99th percentiles as the coordinator sees them, in ms, of the last requests that finished; empty if there
+        are none. The first token is drawn when the prompt is computed."""
+        finished = [one.closed for one in self._last if one.closed.outcome == RequestState.FINISHED and one.at >= since]
+        if not finished:
             return {}
-        queue = [one[0] for one in self._last]
-        ttft = [one[0] + one[1] for one in self._last]
-        tpot = [one[2] / (one[3] - 1) for one in self._last if one[3] > 1]
-        found = {"requests": float(len(self._last))}
+        queue = [one.queue_ms for one in finished]
+        ttft = [one.queue_ms + one.prefill_ms for one in finished]
+        tpot = [
+            (one.transfer_ms + one.decode_ms) / (one.output_tokens - 1) for one in finished if one.output_tokens > 1
+        ]
+        found = {"requests": float(len(finished))}
         for name, values in (("queue", queue), ("ttft", ttft), ("tpot", tpot)):
             if values:
                 found |= {f"{name}_p50_ms": _quantile(values, 0.5), f"{name}_p99_ms": _quantile(values, 0.99)}

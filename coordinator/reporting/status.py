@@ -10,7 +10,6 @@ from typing import NamedTuple
 import msgspec
 
 from coordinator.accounts import GoodputCounts
-from coordinator.policy_versions import PolicyInForce
 from coordinator.state import State
 from proto.limits import MAX_CLASSES_SHOWN
 from proto.messages import Hello, Message, Role, StatusRequest
@@ -89,7 +88,7 @@ def status(state: State) -> StatusReport:
         finished=dict(state.outcomes),
         counters={name: min(count, COUNTER_MAX) for name, count in state.counters.items()},
         kv_pairs=_pairs(state),
-        circuit_open=tuple(sorted(_left_out(state))),
+        circuit_open=tuple(left_out(state)),
         tenants=_tenants(state),
         metrics={hello.name: hello.metrics for hello in state.members.peers.values() if hello.metrics},
         hung=tuple(Process(hello.name, hello.pid) for hello in list(state.members.fenced.values())[-HUNG_SHOWN:]),
@@ -105,7 +104,7 @@ def status(state: State) -> StatusReport:
             SessionStatus(model, len(one), one.leases, one.leased_tokens)
             for model, one in ((model, pool.sessions) for model, pool in state.cluster.pools.items())
         ),
-        policy=_policy(state.accounts.goodput.policy),
+        policy=policy(state),
         autopilots=tuple(
             msgspec.structs.replace(one, age_ms=1000 * max(state.now - at, 0.0))
             for one, at in state.members.autopilots.values()
@@ -120,7 +119,8 @@ def _by_state(state: State) -> dict[str, int]:
     return dict(Counter(others)) | ({RequestState.QUEUED.value: queued} if queued else {})
 
 
-def _policy(in_force: PolicyInForce) -> PolicyStatus:
+def policy(state: State) -> PolicyStatus:
+    in_force = state.accounts.goodput.policy
     trial = in_force.trial.number if in_force.trial is not None else 0
     return PolicyStatus(in_force.number, in_force.digest, trial, in_force.trial_digest)
 
@@ -182,7 +182,8 @@ def _pairs(state: State) -> tuple[PairStatus, ...]:
     return tuple(found)
 
 
-def _left_out(state: State) -> list[str]:
+def left_out(state: State) -> list[str]:
+    """Returns the pairs and workers that get no requests for a while, in words."""
     found = []
     for pool in state.cluster.pools.values():
         for pair, breaker in pool.breakers.pairs.items():
@@ -191,7 +192,7 @@ def _left_out(state: State) -> list[str]:
                 what = "attempts" if NOBODY in pair else "transfers"
                 again_s = max(breaker.open_until - state.now, 0.0)
                 found.append(f"{names}: {breaker.failures} {what} failed in a row; tried again in {again_s:.0f} s")
-    return found
+    return sorted(found)
 
 
 def summed(

@@ -134,7 +134,8 @@ def explain(settings: ExplainSettings) -> int:
     if settings.request:
         request, entries = _timeline(settings.file, settings.request)
         if settings.as_json:
-            _print_json({"request": request, "timeline": entries})
+            words = {"words": explain_words.lines(entries), "summary": explain_words.summary(entries)}
+            _print_json({"request": request, "timeline": entries} | words)
         else:
             explain_words.show_timeline(request, entries, console)
         return 0

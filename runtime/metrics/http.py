@@ -1,5 +1,6 @@
 """uvicorn for the metrics port, which must never slow the process down. Each connection carries one request and is cut off
-after `EXCHANGE_S` seconds. No more than `CONNECTIONS_MAX` are open.
+after `EXCHANGE_S` seconds. No more than `CONNECTIONS_MAX` are open. An app that streams, and bounds its streams, has the time
+of a connection begin anew with `scope["extensions"]["crossdock.keep"]`.
 
 It is a separate module from `server`, since its imports would delay the start of a coordinator.
 """
@@ -83,6 +84,14 @@ class _Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self.cycle is None:
             super().on_headers_complete()
+            self.scope["extensions"] = {"crossdock.keep": self._keep}
+
+    def _keep(self, more_s: float) -> None:
+        """Cut this connection off `more_s` seconds later than one that has just begun, and do not count it among others."""
+        self.oldest_first.pop(self, None)
+        self._cut.cancel()
+        if not self.transport.is_closing():
+            self._cut = self.loop.call_later(EXCHANGE_S + more_s, self.transport.abort)
 
     def send_400_response(self, msg: str) -> None:
         """Requests after the first do not matter: its answer closes the connection."""

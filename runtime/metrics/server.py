@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proto.errors import CrossdockError
 from runtime.metrics.registry import MetricsRegistry
@@ -57,6 +57,7 @@ class MetricsServer:
         self._registry: CollectorRegistry | None = None
         self._not_ready: Callable[[], str | None] = lambda: "it is starting"
         self._more: dict[str, Callable[[], Any]] = {}
+        self._site: tuple[str, ASGIApp] | None = None
         self._listening: list[socket.socket] = []
         self._loopback_only = False
         self._serving: MetricsHttpServer | None = None
@@ -95,10 +96,11 @@ class MetricsServer:
         registry: CollectorRegistry,
         not_ready: Callable[[], str | None],
         more: dict[str, Callable[[], Any]] | None = None,
+        site: tuple[str, ASGIApp] | None = None,
     ) -> None:
         """Show this from here on. `not_ready`: why this process cannot serve now, or None; `more`: what is answered at other
-        paths, as JSON."""
-        self._registry, self._not_ready, self._more = registry, not_ready, more or {}
+        paths, as JSON; `site`: a path, and an app for it and all below."""
+        self._registry, self._not_ready, self._more, self._site = registry, not_ready, more or {}, site
 
     async def close(self) -> None:
         if self._serving is not None:
@@ -108,6 +110,9 @@ class MetricsServer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         allowed = not self._loopback_only or _asks_for_this_host(scope)
+        if allowed and self._site is not None and f"{scope['path']}/".startswith(f"{self._site[0]}/"):
+            await self._site[1](scope, receive, send)
+            return
         status, body, content_type = self._answer(scope["method"], scope["path"]) if allowed else Reply(403)
         headers = {"content-type": content_type, "content-length": str(len(body)), "connection": "close"}
         if status == 405:

@@ -14,7 +14,7 @@ OTHER_PANEL: Final = "Options"
 EXPERT_PANEL: Final = "Expert options"
 _CHOICES_WIDTH_MAX: Final = 16  # longer ones stand in the help text: their column would cut options' names short
 _VALUES: Final = {
-    "FILE": "tenants usage_db batch_db ledger trace plot file first second config db output",
+    "FILE": "tenants admin_key_file usage_db batch_db ledger trace plot file first second config db output",
     "DIR": "keys folder dest",
     "PATH": "tokenizer",
     "MODEL": "model",

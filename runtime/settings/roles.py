@@ -28,6 +28,7 @@ class CoordinatorSettings(CommonSettings):
     panels: ClassVar[Panels] = {
         "Network": "bind",
         "Tenants and records": "tenants usage_db usage_keep_days event_log",
+        "Dashboard": "admin_key_file",
         "Queue": "queue_requests_max tenant_queue_max queue_wait_s_max",
         "Scheduling": "step_tokens kv_overcommit",
         "Recovery": "standby",
@@ -88,6 +89,11 @@ class CoordinatorSettings(CommonSettings):
     )
     event_log_max_mib: int = Field(
         1024, ge=1, le=1 << 20, description="Size in MiB at which recording stops, with a warning. Serving goes on."
+    )
+    admin_key_file: str = Field(
+        "",
+        description="File with a key of at least 16 characters, which people type into /dashboard of --metrics to drain"
+        " workers, change roles and policies, and see timelines. Empty: the dashboard only shows.",
     )
     kv_overcommit: float = Field(
         64.0,

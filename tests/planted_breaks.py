@@ -306,7 +306,7 @@ BREAKS: Final[dict[str, Break]] = {
         "runtime/tenancy/faults.py", 'else f"a {type(value).__name__}"', "else repr(value)"
     ),
     "tests/launcher/test_kubernetes.py::test_api_key_is_required": Break(
-        "scripts/kubernetes.yaml", "CROSSDOCK_TENANTS: /tenants/tenants.toml", 'CROSSDOCK_TENANTS: ""'
+        "deploy/kubernetes.yaml", "CROSSDOCK_TENANTS: /tenants/tenants.toml", 'CROSSDOCK_TENANTS: ""'
     ),
     REACH + "test_only_trusted_proxy_names_the_client": Break(
         "gateway/http/reach.py",

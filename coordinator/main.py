@@ -45,6 +45,7 @@ from proto.status import StatusReport
 from runtime.link.failure_detector import FailureDetector
 from runtime.link.keys import keys_for
 from runtime.link.server import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
+from runtime.link.tls import tls_of
 from runtime.metrics.common import link_counters
 from runtime.metrics.server import MetricsServer
 from runtime.process import clock, garbage_collector, log, notify
@@ -77,7 +78,7 @@ class Coordinator:
             self.recorder = EventRecorder(self.core, settings.event_log, settings.event_log_max_mib << 20, name)
         self.stall_detector = StallDetector(FailureDetector(settings.heartbeat_ms, 0.0).limit_s)
         self.driver: CoreDriver[Event, Action] = CoreDriver(self, perform=self._perform, tick=Tick())
-        self.observed = MetricsServer(settings.metrics)
+        self.observed = MetricsServer(settings.metrics, tls=tls_of(settings))
         self.peers: dict[int, Peer] = {}
         self.hash_key = b""
         """The cluster's key for block hashes: the first gateway's key, so that prefixes cached before this start are found, or

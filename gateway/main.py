@@ -28,6 +28,7 @@ from proto.messages import Hello, Role, Welcome
 from runtime.link.client import LinkClient
 from runtime.link.keys import is_loopback, keys_for
 from runtime.link.server import CannotBind, LinkServer, LinkSettings, Peer, is_orderly
+from runtime.link.tls import tls_of
 from runtime.link.waiting import WaitNotice
 from runtime.metrics.common import link_counters
 from runtime.metrics.server import MetricsServer
@@ -49,7 +50,8 @@ class GatewayProcess:
         name = settings.name or f"gateway-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
         self.missing = {"listening", "connected"}  # what must be so before this process first reports that it is ready
-        self.observed = MetricsServer(settings.metrics, settings.advertise)
+        self.observed = MetricsServer(settings.metrics, settings.advertise, tls_of(settings))
+        self.tls = tls_of(settings, clients_need_certificate=True)
         stream_limits = StreamLimits(idle_s=settings.stream_idle_ms / 1000)
         model = settings.served_model_id
         self.metrics = GatewayMetrics(model)
@@ -225,9 +227,10 @@ class GatewayProcess:
         """Serve HTTP until told to stop. Then wait a limited time for streams to end, and end the rest with an error event."""
         server = make_server(create_app(gateway, batches), self.settings.client_timeout_ms / 1000, _CLOSE_TIMEOUT_S)
         server.on_listening = lambda: self._is("listening")
+        server.tls = self.tls
         serving = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         stopping = asyncio.get_running_loop().create_task(_wait(stop))
-        say_where(self.log, listener.getsockname(), gateway)
+        say_where(self.log, listener.getsockname(), gateway, "https" if self.tls else "http")
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         self.backend.drain()
         streams = len(self.backend.keeper.streams)
@@ -278,12 +281,14 @@ def _own_names(settings: GatewaySettings) -> set[str]:
     return names
 
 
-def say_where(logger: log.Log, bound: Sequence[Any], gateway: Gateway) -> None:
+def say_where(logger: log.Log, bound: Sequence[Any], gateway: Gateway, scheme: str = "http") -> None:
     """Log the HTTP address, and warn if everyone who reaches it is let in without a key. `bound` is what `getsockname`
     returns."""
     host, port = bound[:2]
     address = f"{in_url(host)}:{port}"
-    logger.info("serving", url=f"http://{address}", model=", ".join(served.rules.model_id for served in gateway.models))
+    logger.info(
+        "serving", url=f"{scheme}://{address}", model=", ".join(served.rules.model_id for served in gateway.models)
+    )
     if not (gateway.keys.needed or is_loopback(f"tcp://{address}")):
         logger.warning(
             "no API keys: everyone who reaches this port is let in; see --tenants and --api-keys", port=address

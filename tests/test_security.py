@@ -14,16 +14,18 @@ from tests.planted_breaks import BREAKS
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 PARAGRAPHS = {
-    "Clients of the HTTP API": "test_open_keyless_port_is_warned_about test_only_trusted_proxy_names_the_client",
+    "Clients of the HTTP API": "test_open_keyless_port_is_warned_about test_only_trusted_proxy_names_the_client"
+    " test_http_is_served_over_tls test_client_without_certificate_is_refused test_changed_certificate_is_served",
     "Web pages": "test_keyless_gateway_checks_host_names test_foreign_origins_are_refused",
     "Other hosts of the network": "test_refused_connections_are_counted test_keyless_bind_needs_loopback",
     "Strangers who connect without a key": "test_stalled_handshake_is_closed test_idle_connections_make_room"
-    " test_excess_connection_replaces_oldest test_role_raises_open_file_limit",
+    " test_silent_strangers_keep_nobody_out test_excess_connection_replaces_oldest test_role_raises_open_file_limit",
     "Processes with a listed key": "test_protocol_error_ends_one_link_only test_mutated_future_frames_are_refused",
     "Other users of the same host": "test_only_child_processes_are_heard test_other_users_are_not_heard",
     "Other processes of the same user": "test_role_memory_is_private",
     "Metrics ports": "test_metrics_address_is_checked test_metrics_are_on_the_apis_port"
-    " test_foreign_host_header_is_refused test_no_secret_is_written_anywhere test_orders_need_the_admin_key",
+    " test_metrics_need_a_certificate test_foreign_host_header_is_refused test_no_secret_is_written_anywhere"
+    " test_orders_need_the_admin_key",
     "The model": "test_remote_code_is_never_run test_bad_template_is_a_template_error test_transformers_never_runs_model_code",
     "The KV data plane": "test_bad_pools_and_hosts_are_refused",
     "Hashes of KV blocks": "test_gateways_share_lasting_hash_key test_hashes_reveal_nothing_without_key",

@@ -24,6 +24,7 @@ from proto.errors import BadOption, CrossdockError
 from proto.messages import Role
 from runtime.link.keys import keys_for
 from runtime.link.server import LinkSettings
+from runtime.link.tls import tls_of
 from runtime.metrics.combined import CombinedPage
 from runtime.metrics.server import MetricsPage, MetricsServer
 from runtime.process import clock, garbage_collector, log, notify
@@ -67,7 +68,7 @@ def run_worker(settings: WorkerSettings) -> int:
     async def main(stop: Stop) -> int:
         name = settings.name or f"{settings.role}-{os.getpid()}"
         logger = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
-        metrics = MetricsServer(settings.metrics, settings.advertise)
+        metrics = MetricsServer(settings.metrics, settings.advertise, tls_of(settings))
         await metrics.start()
         logger.info("loading", model=settings.model)
         try:

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from gateway.http.errors import ApiError
 from gateway.http.request_log import REQUEST_ID_HEADER, RequestInfo
+from runtime.link.tls import Tls
 from runtime.process.descriptors import raise_descriptor_limit
 
 HEADER_BYTES_MAX: Final = 64 << 10  # Bytes of the request line and all headers together
@@ -38,9 +39,13 @@ class HttpServer(uvicorn.Server):
     """uvicorn without signal handlers of its own: the process has them. `on_listening` is called once it listens."""
 
     on_listening: Callable[[], None]
+    tls: Tls | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self.tls is None or sockets is None:
+            await super().startup(sockets)
+        else:
+            await self.tls.serve(self, sockets)
         self.on_listening()
 
     @contextlib.contextmanager

@@ -9,6 +9,7 @@ from proto.limits import MAX_TEXT_CHARS
 from proto.messages import Message, Role, StatusRequest
 from proto.status import AutopilotReport, AutopilotStatus, PredictionError, StatusReport
 from runtime.link.keys import Keys, keys_for
+from runtime.link.tls import tls_of
 from runtime.metrics.registry import Labels, MetricsRegistry
 from runtime.metrics.server import MetricsServer
 from runtime.process import clock, log, notify
@@ -74,7 +75,7 @@ def run(settings: AutopilotSettings) -> int:
     async def main(stop: Stop) -> int:
         name = settings.name or "autopilot"
         logger = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
-        metrics = MetricsServer(settings.metrics)
+        metrics = MetricsServer(settings.metrics, tls=tls_of(settings))
         await metrics.start()
         seen = Seen()
         registry = registry_of(seen)

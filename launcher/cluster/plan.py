@@ -308,7 +308,8 @@ def _url(host: Host, gateway: PlannedProcess) -> str:
     assert isinstance(gateway.settings, GatewaySettings)
     listens_on = gateway.settings.host
     reached = host.address if listens_on in EVERYWHERE or listens_on == host.bind else listens_on
-    return f"http://{_shown(reached)}:{gateway.settings.port}"
+    scheme = "https" if gateway.settings.tls_certificate else "http"
+    return f"{scheme}://{_shown(reached)}:{gateway.settings.port}"
 
 
 def _tcp(address: str, port: int) -> str:

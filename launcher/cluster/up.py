@@ -33,6 +33,7 @@ from runtime.process import interrupts, notify
 from runtime.process.exits import ConfigError
 from runtime.settings.environment import SUPERVISED
 from runtime.settings.options import SettingsError
+from runtime.settings.roles import GatewaySettings
 from runtime.settings.types import ENV_PREFIX
 
 STOP_STAGES = {"autopilot": 0, "gateway": 0, "prefill": 1, "decode": 1, "mixed": 1, "coordinator": 2}
@@ -179,12 +180,13 @@ def _check_wanted(settings: UpSettings, at: ClusterHost) -> None:
 
 async def _wait(settings: UpSettings, plan: HostPlan, supervisor: Supervisor, console: Console) -> None:
     """Waits until every process here has said that it is ready, and the gateways have workers of both roles on any host."""
-    async with new_session() as session:
+    gateway = next((one.settings for one in plan.processes if isinstance(one.settings, GatewaySettings)), None)
+    # Gateways that want a client's certificate are not asked, since this process has none.
+    urls = () if gateway and gateway.tls_client_ca else plan.base_urls
+    async with new_session(trusts=gateway.tls_certificate if gateway else "") as session:
 
         async def is_ready() -> bool:
-            return supervisor.all_ready() and all(
-                [await answers_ready(session, f"{url}/ready") for url in plan.base_urls]
-            )
+            return supervisor.all_ready() and all([await answers_ready(session, f"{url}/ready") for url in urls])
 
         await wait_ready(is_ready, supervisor, settings.ready_timeout_s, console)
 

@@ -4,6 +4,7 @@ It is aiohttp: a third of the CPU time of httpx for each event of a stream.
 """
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
@@ -99,11 +100,19 @@ class SseReader:
         return event
 
 
-def new_session(base_url: str = "", key: str = "", silence_s: float | None = SILENCE_S) -> aiohttp.ClientSession:
-    """Makes a session that may open any number of connections at once."""
+def new_session(
+    base_url: str = "", key: str = "", silence_s: float | None = SILENCE_S, trusts: str = ""
+) -> aiohttp.ClientSession:
+    """Makes a session that may open any number of connections at once. `trusts`: a PEM file with the server's own certificate,
+    which may have any name; otherwise a certificate must be one that the system trusts."""
+    context: ssl.SSLContext | bool = True
+    if trusts:
+        context = ssl.create_default_context(cafile=trusts)
+        context.check_hostname = False
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return aiohttp.ClientSession(
         base_url or None,
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=context),
         timeout=aiohttp.ClientTimeout(total=None, sock_read=silence_s),
         headers=headers(key),
         auto_decompress=False,

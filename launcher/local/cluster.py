@@ -37,6 +37,7 @@ class LocalAddresses:
     key: str = field(default="", repr=False)  # for a client on this machine; empty where none is needed
     metrics: str = METRICS_OFF  # of the launcher itself, on how the processes fare
     notes: tuple[str, ...] = ()  # for the user, on the choice of cores and ports
+    certificate: str = ""  # of the gateways, for a client on this machine; empty without TLS
 
     @property
     def base_url(self) -> str:
@@ -103,11 +104,15 @@ def build(settings: ServeSettings, model: ReadyModel, ports: ReservedPorts) -> L
         processes.append(_autopilot_spec(settings, common | {"coordinator": coordinator, "model_id": model.model_id}))
     client_host = _EVERY_INTERFACE.get(settings.host, settings.host)
     shown_host = f"[{client_host}]" if ":" in client_host else client_host
-    urls = tuple(f"http://{shown_host}:{port}" for port in http)
+    scheme = "https" if fronts[0].tls_certificate else "http"
+    urls = tuple(f"{scheme}://{shown_host}:{port}" for port in http)
     notes = [plan.note] if plan.note else []
     if settings.port not in (0, http[0]):
         notes.append(f"port {settings.port} is taken by another program; serving on {http[0]} (--port chooses one)")
-    return LocalAddresses(urls, coordinator, plan, tuple(processes), key, metrics[-1], tuple(notes))
+    if fronts[0].tls_client_ca:
+        raise SettingsError("--tls-client-ca: crossdock serve asks its gateway without a certificate; use crossdock up")
+    certificate = fronts[0].tls_certificate
+    return LocalAddresses(urls, coordinator, plan, tuple(processes), key, metrics[-1], tuple(notes), certificate)
 
 
 def _gpu_share(settings: ServeSettings, shared: dict[str, str]) -> dict[str, str]:

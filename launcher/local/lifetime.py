@@ -53,7 +53,7 @@ async def running(settings: ServeSettings, model: ReadyModel, console: Console) 
         for note in cluster.notes:
             console.print(f"[yellow]note[/yellow] {escape(note)}", highlight=False, soft_wrap=True)
         async with (
-            new_session(cluster.base_url, cluster.key) as client,
+            new_session(cluster.base_url, cluster.key, trusts=cluster.certificate) as client,
             _started(settings, cluster, model, console) as up,
         ):
             supervisor, log_dir = up

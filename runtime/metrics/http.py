@@ -7,12 +7,15 @@ It is a separate module from `server`, since its imports would delay the start o
 
 import asyncio
 import logging
+import socket
 from collections import OrderedDict
 from typing import ClassVar, Final
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from runtime.link.tls import Tls
 
 CONNECTIONS_MAX: Final = 64  # one more takes the place of the oldest: idle strangers must not keep a scraper out
 EXCHANGE_S: Final = 10.0
@@ -22,7 +25,7 @@ _REQUEST_BYTES_MAX: Final = 16_384
 class MetricsHttpServer(uvicorn.Server):
     """Answers on the sockets that `startup` gets, which listen, and owns them."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, tls: Tls | None = None) -> None:
         # uvicorn warns of each connection that sends garbage. Nobody can use those lines, and strangers could fill the log
         # with them.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
@@ -44,6 +47,13 @@ class MetricsHttpServer(uvicorn.Server):
         super().__init__(config)
         config.load()
         self.lifespan = config.lifespan_class(config)
+        self._tls = tls
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._tls is None or sockets is None:
+            await super().startup(sockets)
+        else:
+            await self._tls.serve(self, sockets)
 
     async def close(self) -> None:
         """Close at once, where uvicorn's own `shutdown` waits for connections and looks every 100 ms."""
@@ -83,6 +93,7 @@ class _Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.cycle is None:
+            self.scope["client_certificate"] = bool(self.transport.get_extra_info("peercert"))  # type: ignore[typeddict-unknown-key]
             super().on_headers_complete()
             self.scope["extensions"] = {"crossdock.keep": self._keep}
 

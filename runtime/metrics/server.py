@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proto.errors import CrossdockError
+from runtime.link.tls import Tls
 from runtime.metrics.registry import MetricsRegistry
 from runtime.process import clock, log, notify
 from runtime.settings import machine
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from runtime.metrics.http import MetricsHttpServer
 
 FRESH_S: Final = 0.25
+PROBES: Final = ("/health", "/live", "/ready")  # a supervisor has no certificate
 _JSON: Final = "application/json"
 _BACKLOG: Final = 2_048  # as uvicorn has
 
@@ -49,11 +51,11 @@ class MetricsPage(Protocol):
 
 class MetricsServer:
     """The port, and the ASGI app on it. `asked` is the option's value, `advertise` what others are told of this process, if
-    anything."""
+    anything. With `tls` and an authority of clients, those without a certificate learn only how the process fares."""
 
-    def __init__(self, asked: str, advertise: str = "") -> None:
+    def __init__(self, asked: str, advertise: str = "", tls: Tls | None = None) -> None:
         self.address = ""  # HOST:PORT for others, once it listens
-        self._asked, self._advertise = asked, advertise
+        self._asked, self._advertise, self._tls = asked, advertise, tls
         self._registry: CollectorRegistry | None = None
         self._not_ready: Callable[[], str | None] = lambda: "it is starting"
         self._more: dict[str, Callable[[], Any]] = {}
@@ -87,7 +89,7 @@ class MetricsServer:
         """Start the HTTP server. The HTTP library is imported on a thread, so that the event loop can serve a coordinator's
         peers first."""
         if self._listening:
-            server = (await asyncio.to_thread(load))(self)
+            server = (await asyncio.to_thread(load))(self, self._tls)
             await server.startup(self._listening)
             self._serving = server
 
@@ -109,7 +111,7 @@ class MetricsServer:
             _close(self._listening)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        allowed = not self._loopback_only or _asks_for_this_host(scope)
+        allowed = (not self._loopback_only or _asks_for_this_host(scope)) and self._shows(scope)
         if allowed and self._site is not None and f"{scope['path']}/".startswith(f"{self._site[0]}/"):
             await self._site[1](scope, receive, send)
             return
@@ -120,6 +122,11 @@ class MetricsServer:
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": status, "headers": encoded})
         await send({"type": "http.response.body", "body": body})
+
+    def _shows(self, scope: Scope) -> bool:
+        if self._tls is None or not self._tls.client_ca:
+            return True
+        return scope["path"] in PROBES or bool(scope["client_certificate"])
 
     def _answer(self, method: str, path: str) -> Reply:
         if method not in ("GET", "HEAD"):

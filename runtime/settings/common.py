@@ -1,8 +1,8 @@
 """Settings that every role has, and those of the roles that connect to the coordinator."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from runtime.settings.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, MetricsAddress, host_of
 from runtime.settings.types import Panels, SecurityOptions, model_id_of
@@ -13,7 +13,7 @@ class CommonSettings(SecurityOptions):
 
     panels: ClassVar[Panels] = {
         "Process": "name log_level log_format metrics",
-        "Security": "keys insecure",
+        "Security": "keys insecure tls_certificate tls_key tls_client_ca",
         "Expert options": "heartbeat_ms",
     }
     name: str = Field(
@@ -38,6 +38,27 @@ class CommonSettings(SecurityOptions):
         description="Address and port, or port on loopback, of this process's /metrics, /health, /live and /ready; port 0: any"
         " free one, which crossdock status shows; off: none. Everyone who reaches it can read it.",
     )
+    tls_certificate: str = Field(
+        "",
+        max_length=4096,
+        description="PEM file with the certificate, and those that lead to its authority, for the metrics port and a gateway's"
+        " HTTP port; read again when it changes. Empty: no TLS.",
+    )
+    tls_key: str = Field(
+        "", max_length=4096, description="PEM file with the certificate's key; empty: it is in that of the certificate."
+    )
+    tls_client_ca: str = Field(
+        "",
+        max_length=4096,
+        description="PEM file with the authority of clients' certificates. A gateway's HTTP port then refuses clients without"
+        " one, and the metrics port answers them /health, /live and /ready only.",
+    )
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_key or self.tls_client_ca) and not self.tls_certificate:
+            raise ValueError("--tls-key, --tls-client-ca: need --tls-certificate")
+        return self
 
 
 class ClientSettings(CommonSettings):

@@ -29,7 +29,7 @@ from tests.test_layout import sources
 from tools import configuration as configuration_reference
 
 COMMANDS = commands()
-NOT_OURS = {"curl", "journalctl", "kubectl", "pip", "pipx", "python3", "sbatch", "systemctl", "uv"}
+NOT_OURS = {"curl", "docker", "journalctl", "kubectl", "pip", "pipx", "python3", "sbatch", "systemctl", "uv", "vllm"}
 """Of them, and of what is in a `.venv`, only what they name of ours is checked."""
 HTTP_CODES = (
     "missing_api_key invalid_api_key model_not_found request_timeout request_too_large not_ready gateway_overloaded"

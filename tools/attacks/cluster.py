@@ -19,7 +19,7 @@ ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker")
 TENANTS = ("victim", "honest", "evil0", "evil1")
 LOOK_S = 0.05
 RSS_BYTES_MAX = 4 << 30
-"""A process that takes more is killed, as the limit of its container in `scripts/kubernetes.yaml` would do."""
+"""A process that takes more is killed, as the limit of its container in `deploy/kubernetes.yaml` would do."""
 WHOLE_S = 30.0
 HEARTBEAT_MS = "500"  # the default
 

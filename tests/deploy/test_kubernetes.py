@@ -1,4 +1,4 @@
-"""`scripts/kubernetes.yaml`: every object fits its schema, refers to what is there, and gives crossdock options that it has."""
+"""`deploy/kubernetes.yaml`: every object fits its schema, refers to what is there, and gives crossdock options that it has."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from runtime.settings.workers import WorkerSettings
 yaml = pytest.importorskip("yaml")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="of the extra `test`")
 VERSIONS = ("1.30", "1.37")
-PATH = Path(__file__).parents[2] / "scripts/kubernetes.yaml"
+PATH = Path(__file__).parents[2] / "deploy/kubernetes.yaml"
 OBJECTS: list[dict[str, Any]] = list(yaml.safe_load_all(PATH.read_text()))
 PODS = {
     one["metadata"]["name"]: one["spec"]["template"]["spec"] for one in OBJECTS if "template" in one.get("spec", {})
@@ -117,7 +117,7 @@ def test_drain_evicts_one_pod_per_role() -> None:
         if "template" in one.get("spec", {})
     }
     for role, spec in labels.items():
-        assert spec.get("maxUnavailable") == 1 or spec["minAvailable"] < replicas[role], "a drain can end"
+        assert spec["maxUnavailable"] == 1 <= replicas[role], "a drain can end"
 
 
 def test_api_key_is_required() -> None:
@@ -132,20 +132,3 @@ def test_api_key_is_required() -> None:
         assert secret["secretName"] == "crossdock-tenants" and secret["defaultMode"] & 0o007 == 0
         assert not secret.get("optional") and "CROSSDOCK_INSECURE" not in config
         assert f"create secret generic {secret['secretName']} " in PATH.read_text()
-
-
-def test_workers_may_have_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the commented lines, the pods of workers fit their schema and have options for two GPUs each."""
-    text = PATH.read_text().replace("# - {name:", "- {name:").replace('nvidia.com/gpu: "1"', 'nvidia.com/gpu: "2"')
-    objects = list(yaml.safe_load_all(text))
-    config = next(one["data"] for one in objects if one["kind"] == "ConfigMap")
-    workers = [one for one in objects if one["kind"] == "Deployment" and "gateway" not in one["metadata"]["name"]]
-    for one in workers:
-        kubernetes_validate.validate(one, VERSIONS[0], strict=True)
-        (container,) = one["spec"]["template"]["spec"]["containers"]
-        assert container["resources"]["limits"]["nvidia.com/gpu"] == "2"
-        for key, value in {**config, **{own["name"]: own.get("value", "10.1.2.3") for own in container["env"]}}.items():
-            monkeypatch.setenv(key, value)
-        settings = load(WorkerSettings, {"role": one["spec"]["selector"]["matchLabels"]["role"]})
-        assert (settings.engine, settings.vllm_args) == ("vllm", "--tensor-parallel-size 2")
-    assert len(workers) == 2

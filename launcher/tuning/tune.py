@@ -33,7 +33,7 @@ from tuning.traffic import per_minute, summary
 FORMAT = 2
 ORIGINS = {
     "calibrated": "The profile was measured {}; runs differ by {}.",
-    "estimated": "The profile is an estimate {}, from published figures: {}.",
+    "estimated": "The profile is an estimate {}, {}.",
     "from a server": "The profile was fitted to requests of another server {}; times differ by {}.",
 }
 PROFILE_DAYS = 30  # a younger profile is shown without its age

@@ -8,14 +8,15 @@ from runtime.settings.types import JsonOption, Panels
 from tuning.estimates.cards import CARDS
 
 
-def _known_card(value: str) -> str:
-    found = next((name for name in CARDS if name.lower() == value.lower()), None)
+def known_card(value: str) -> str:
+    """Returns the name in its usual spelling; an empty one stays empty."""
+    found = value and next((name for name in CARDS if name.lower() == value.lower()), None)
     if found is None:
         raise ValueError(f"must be one of {', '.join(CARDS)}")
     return found
 
 
-Gpu = Annotated[str, AfterValidator(_known_card)]
+Gpu = Annotated[str, AfterValidator(known_card)]
 EstimateSource = Literal["auto", "tables", "formula"]
 Backend = Literal["vllm", "sglang", "trtllm"]
 
@@ -35,7 +36,7 @@ class EstimateSettings(JsonOption):
         "Worker": "",
         "Output": "out as_json",
     }
-    gpu: Gpu = Field(description=f"The card: {', '.join(CARDS)}.")
+    gpu: Gpu = Field(min_length=1, description=f"The card: {', '.join(CARDS)}.")
     model: str = Field(
         min_length=1,
         description="Name like Llama-3.1-8B or Llama-3.1-70B-FP8, or a folder with the config.json of any other model.",

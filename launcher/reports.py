@@ -5,6 +5,7 @@ import os
 import platform
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.console import Console
@@ -35,6 +36,20 @@ def check_writable(path: str, option: str) -> None:
 def console_for(settings: JsonOption, **more: Any) -> Console:
     """Returns the console for text that people read: stdout, or stderr if stdout has the JSON."""
     return tables.console(stderr=settings.as_json, **more)
+
+
+def installs(package: str) -> str:
+    """Returns how to add a package to the environment that this process runs in."""
+    prefix = Path(sys.prefix)
+    if (prefix / "made-in").is_file():  # by scripts/_env.sh
+        command = f"{quote(f'{prefix}/bin/pip')} install -c {quote(f'{prefix.parent}/constraints.txt')} {package}"
+    elif (prefix / "uv-receipt.toml").is_file():
+        command = f'uv tool install --with {package} -c constraints.txt ".[cpu]" (in a clone)'
+    elif (prefix / "pipx_metadata.json").is_file():
+        command = f"pipx inject crossdock {package}"
+    else:
+        command = f"{quote(sys.executable)} -m pip install {package}"
+    return f"install it with: {command}"
 
 
 def machine() -> dict[str, Any]:

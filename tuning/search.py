@@ -12,7 +12,7 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from typing import Final
@@ -50,9 +50,18 @@ class Candidate:
     step_tokens: int
     seqs_max: int = 0  # 0: the profile's
     stall_share: float = 0.0  # as in `RunOptions`
+    cards: tuple[int, int] = (1, 1)  # of each prefill worker, and of each other one
+
+    @property
+    def all_cards(self) -> int:
+        """As many as workers, where each has one."""
+        return self.cards[0] * self.workers.prefill + self.cards[1] * (self.workers.decode + self.workers.mixed)
 
     def __str__(self) -> str:
-        return str(self.workers)
+        if self.cards == (1, 1):
+            return str(self.workers)
+        kinds = zip(self.workers, "PDM", (*self.cards, self.cards[1]), strict=True)
+        return "+".join(f"{count}{role}@TP{cards}" for count, role, cards in kinds if count)
 
 
 @dataclass
@@ -81,7 +90,7 @@ class Scored:
 
     @property
     def price(self) -> float:
-        return self.cost_per_hour or self.candidate.workers.total
+        return self.cost_per_hour or self.candidate.all_cards
 
     def rank(self) -> tuple[float, float]:
         return -round(self.attainment, 3), self.strain
@@ -108,6 +117,9 @@ class Space:
     seqs_max: tuple[int, ...] = (0,)
     stall_shares: tuple[float, ...] = (0.0,)
     mixed_max: int = 0  # that there are cores for: each has its own in the model; 0: any number
+
+    def profile_of(self, profile: Profile, one: Candidate) -> Profile:
+        return profile
 
     def has_cores_for(self, workers: Workers) -> bool:
         return not 0 < self.mixed_max < workers.mixed
@@ -140,25 +152,26 @@ def search(
 ) -> Found:
     """`sent` is not empty."""
     options = options or RunOptions()
+    profiles = {one: space.profile_of(profile, one) for one in space.candidates()}
     results = {
         one: Scored(
             one,
-            attainable(profile, one.workers, sent, goals, options_for(options, one)),
-            cost_per_hour=profile.cost_per_hour(*one.workers),
+            attainable(own, one.workers, sent, goals, options_for(options, one)),
+            cost_per_hour=own.cost_per_hour(*one.workers),
         )
-        for one in space.candidates()
+        for one, own in profiles.items()
     }
     left = sorted(results, key=lambda one: -results[one].bound)
     for share in RUNG_SHARES:
         part = excerpt(sent, max(round(share * len(sent)), REQUESTS_MIN))
-        kept = _run_promising(left, results, profile, part, goals, options, tell, seed)
+        kept = _run_promising(left, results, profiles, part, goals, options, tell, seed)
         left = _best_half(kept, results, space.budget)
     outcomes: dict[Candidate, list[SimulatedOutcome]] = {}
 
     def run_whole(one: Candidate) -> Scored:
         if one not in outcomes:
             tell("the whole trace", len(outcomes), FULL_MAX)
-            outcomes[one] = [_run(profile, sent, one, options)]
+            outcomes[one] = [_run(profiles[one], sent, one, options)]
             _take(results[one], outcomes[one][0], goals, len(sent), seed)
             results[one].full = True
         return results[one]
@@ -169,12 +182,12 @@ def search(
     if max(one.attainment for one in full) < goals.percentile:
         for one in near_best(full):
             tell("the load that is kept", 0, 1)
-            one.load_kept = _load_kept(profile, sent, one.candidate, goals, options)
-    _probabilities(outcomes, results, profile, sent, goals, options, seed)
+            one.load_kept = _load_kept(profiles[one.candidate], sent, one.candidate, goals, options)
+    _probabilities(outcomes, results, profiles, sent, goals, options, seed)
     best = recommended(full, goals.percentile)
     others = sorted((results[one] for one in outcomes if one != best.candidate), key=Scored.rank)
     ranked = [best, *others]
-    _find_limits(ranked, profile, sent, goals, options, tell)
+    _find_limits(ranked, profiles, sent, goals, options, tell)
     outcome = outcomes[best.candidate][0]
     good = outcome.good(goals)
     names = np.array(outcome.classes)
@@ -186,7 +199,7 @@ def search(
 def _run_promising(
     left: Sequence[Candidate],
     results: dict[Candidate, Scored],
-    profile: Profile,
+    profiles: Mapping[Candidate, Profile],
     part: Sequence[Sent],
     goals: Goals,
     options: RunOptions,
@@ -198,10 +211,10 @@ def _run_promising(
     shown: dict[int, float] = {}  # best low end by number of workers
     for done, candidate in enumerate(left):
         tell(f"{len(part):,} requests", done, len(left))
-        result, total = results[candidate], candidate.workers.total
+        result, total = results[candidate], candidate.all_cards
         if result.bound >= shown.get(total, 0.0):
             kept.append(candidate)
-            _take(result, _run(profile, part, candidate, options), goals, len(part), seed)
+            _take(result, _run(profiles[candidate], part, candidate, options), goals, len(part), seed)
             shown[total] = max(shown.get(total, 0.0), result.low)
     return kept
 
@@ -253,11 +266,11 @@ def _best_half(left: Sequence[Candidate], results: dict[Candidate, Scored], budg
     """Returns the better half of the candidates with `budget` workers, and the best few of each smaller number, with and
     without mixed workers."""
     order = sorted(left, key=lambda one: results[one].rank())
-    own = [one for one in order if one.workers.total == budget]
+    own = [one for one in order if one.all_cards == budget]
     kept = own[: max(-(-len(own) // 2), FULL_MAX)]
     seen: Counter[tuple[int, bool]] = Counter()
     for one in order:
-        kind = one.workers.total, bool(one.workers.mixed)
+        kind = one.all_cards, bool(one.workers.mixed)
         seen[kind] += 1
         if seen[kind] <= OF_EACH_MAX and one not in kept:
             kept.append(one)
@@ -272,10 +285,10 @@ def _run_the_best(
     an excerpt, which is higher than on the whole trace under overload."""
     found = [run(one) for one in order[:FULL_MAX]]
     order = [one for one in order if serves(one) >= CONTENDS * serves(order[0])]
-    totals = sorted({one.workers.total for one in order})
+    totals = sorted({one.all_cards for one in order})
     for total in totals[:: -(-len(totals) // CURVE_MAX)]:
         for mixed in (False, True):
-            of_kind = (one for one in order if (one.workers.total, bool(one.workers.mixed)) == (total, mixed))
+            of_kind = (one for one in order if (one.all_cards, bool(one.workers.mixed)) == (total, mixed))
             found += [run(one) for one in islice(of_kind, 1)]
     best = max(found, key=lambda one: one.attainment)
     _fewest(order, best, run, lambda one: best.attainment - one.attainment <= error(best, one))
@@ -284,14 +297,19 @@ def _run_the_best(
 
 
 def _find_limits(
-    ranked: Sequence[Scored], profile: Profile, sent: Sequence[Sent], goals: Goals, options: RunOptions, tell: Tell
+    ranked: Sequence[Scored],
+    profiles: Mapping[Candidate, Profile],
+    sent: Sequence[Sent],
+    goals: Goals,
+    options: RunOptions,
+    tell: Tell,
 ) -> None:
     part: Sequence[Sent] = sent
     for done, one in enumerate(ranked):
         tell("what limits", done, len(ranked))
         if one.attainment < goals.percentile:
             workers, chosen = one.candidate.workers, options_for(options, one.candidate)
-            one.binds, one.limit_gain = limit_of(profile, workers, part, goals, chosen)
+            one.binds, one.limit_gain = limit_of(profiles[one.candidate], workers, part, goals, chosen)
         part = excerpt(sent, LIMIT_REQUESTS)
 
 
@@ -299,10 +317,10 @@ def _fewest(
     order: Sequence[Candidate], best: Scored, run: Callable[[Candidate], Scored], is_enough: Callable[[Scored], bool]
 ) -> None:
     """Searches by bisection for the least number of workers whose best candidate is enough; runs those that it tries."""
-    low, high = min(one.workers.total for one in order), best.candidate.workers.total
+    low, high = min(one.all_cards for one in order), best.candidate.all_cards
     while low < high:
         middle = (low + high) // 2
-        one = next((one for one in order if one.workers.total == middle), None)
+        one = next((one for one in order if one.all_cards == middle), None)
         if one is not None and is_enough(run(one)):
             high = middle
         else:
@@ -338,7 +356,7 @@ def _half_width(differences: Floats) -> float:
 def _probabilities(
     outcomes: dict[Candidate, list[SimulatedOutcome]],
     results: dict[Candidate, Scored],
-    profile: Profile,
+    profiles: Mapping[Candidate, Profile],
     sent: Sequence[Sent],
     goals: Goals,
     options: RunOptions,
@@ -349,10 +367,10 @@ def _probabilities(
     close = [best, *sorted(outcomes.keys() - {best}, key=lambda one: results[one].rank())[:1]]
     rng = np.random.default_rng([seed, 3])
     for _ in range(FULL_RUNS - 1):
-        scaled = profile.scaled(*np.exp(rng.normal(0.0, profile.run_sigma, 2)).tolist())
+        factors = np.exp(rng.normal(0.0, profiles[best].run_sigma, 2)).tolist()
         part = excerpt(sent, max(len(sent) // 4, REQUESTS_MIN))
         for one in close:
-            outcomes[one].append(_run(scaled, part, one, options))
+            outcomes[one].append(_run(profiles[one].scaled(*factors), part, one, options))
     for run in range(FULL_RUNS):
         having = {one: found[run] for one, found in outcomes.items() if run < len(found)}
         draws = np.array([_draws(o, o.good(goals).astype(float), seed + run) for o in having.values()])

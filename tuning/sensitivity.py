@@ -1,6 +1,7 @@
 """The limit of each ratio, and how the recommended one serves other loads. Pure."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 from tuning.advise import Workers
@@ -66,7 +67,7 @@ def what_if(
 
     def row(load: float, workers: Workers) -> WhatIf:
         kept = Simulator(profile, workers, Change(load=load).applied(sent), chosen).run().attainment(goals)
-        return WhatIf(load, str(workers), kept, load * found.requests_per_s * kept)
+        return WhatIf(load, str(replace(best, workers=workers)), kept, load * found.requests_per_s * kept)
 
     rows = []
     asked = [(load, best.workers) for load in LOADS]
@@ -74,7 +75,7 @@ def what_if(
     for done, (load, workers) in enumerate(asked):
         tell("what if", done, len(asked))
         rows.append(row(load, workers))
-    loads = [one for one in rows if one.workers == str(best.workers)]
+    loads = [one for one in rows if one.workers == str(best)]
     low = max((one.load for one in loads if one.attainment >= goals.percentile), default=0.0)
     high = min((one.load for one in loads if one.load > low), default=HEADROOM_MAX)
     for step in range(HEADROOM_STEPS):

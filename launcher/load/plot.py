@@ -1,11 +1,9 @@
 """Pictures of runs. matplotlib is an extra, and imported only when a picture is asked for."""
 
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from launcher import reports
@@ -25,18 +23,7 @@ def check(path: str) -> None:
     if Path(path).suffix not in FORMATS:
         raise SettingsError(f"--plot: {path} must end with one of {', '.join(FORMATS)}")
     if find_spec("matplotlib") is None:
-        raise SettingsError(f"--plot: matplotlib is not installed; install it with: {_installs(Path(sys.prefix))}")
-
-
-def _installs(prefix: Path) -> str:
-    """Returns the command that adds matplotlib to the environment that this process runs in."""
-    if (prefix / "made-in").is_file():  # by scripts/_env.sh
-        return f"{quote(f'{prefix}/bin/pip')} install -c {quote(f'{prefix.parent}/constraints.txt')} matplotlib"
-    if (prefix / "uv-receipt.toml").is_file():
-        return 'uv tool install --with matplotlib -c constraints.txt ".[cpu]" (in a clone)'
-    if (prefix / "pipx_metadata.json").is_file():
-        return "pipx inject crossdock matplotlib"
-    return f"{quote(sys.executable)} -m pip install matplotlib"
+        raise SettingsError(f"--plot: matplotlib is not installed; {reports.installs('matplotlib')}")
 
 
 def draw(path: str, runs: Sequence[tuple[str, RunFile]]) -> None:

@@ -40,6 +40,8 @@ RECOMMENDATION_BYTES_MAX = 64 << 20
 def run(settings: TuneCheckSettings) -> int:
     report = _read(settings.recommendation)
     tuned = _tuned(report["settings"], settings.recommendation)
+    if tuned.cards or tuned.layouts:
+        raise SettingsError(f"{settings.recommendation}: of layouts of GPUs; only ratios can be run on this machine")
     profile = profile_of(tuned)
     console = reports.console_for(settings)
     ratios, recommended = _ratios(settings, report), str(report["ranked"][0]["workers"]) if report["ranked"] else ""

@@ -6,6 +6,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import NoDecode
 
 from launcher.load.settings import CV_HELP, LengthText
+from launcher.tuning.profiles.settings import known_card
 from runtime.settings.types import SLO_TPOT_MS, SLO_TTFT_MS, CommaList, Device, JsonOption, Panels, split_commas
 from tuning.advise import Slo
 from tuning.goals import Goals
@@ -126,9 +127,29 @@ class TuneSettings(TrafficSettings):
 
     panels: ClassVar[Panels] = {
         "Candidates": "workers mixed own_hardware step_tokens seqs_max",
+        "Candidates of GPUs, without a profile": "cards gpu model layouts cost_per_hour",
         "Output": "out html as_json",
     }
     workers: int = Field(4, ge=1, le=64, description="Workers to share out: GPUs, or parts of a CPU.")
+    cards: int = Field(
+        0,
+        ge=0,
+        le=256,
+        description="In place of --profile and --workers: GPUs to share out among workers of 1, 2, 4 or 8 GPUs, in each phase"
+        " as many as are best. Needs --gpu and --model.",
+    )
+    gpu: Annotated[str, AfterValidator(known_card)] = Field(
+        "", description="Their kind, as in crossdock profile estimate."
+    )
+    model: str = Field("", description="The model, as in crossdock profile estimate.")
+    layouts: CommaList = Field(
+        default_factory=list,
+        description="Only these layouts, separated by commas, like 2P@TP2+1D@TP4,4M@TP2: two prefill workers of two GPUs with a"
+        " decode worker of four, or four mixed ones of two.",
+    )
+    cost_per_hour: float = Field(
+        0.0, ge=0.0, le=1e6, description="The cost of one of the GPUs in an hour, in any currency; 0: not known."
+    )
     mixed: bool = Field(True, description="Look at workers that do both phases, too.")
     own_hardware: bool = Field(
         False,

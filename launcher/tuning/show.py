@@ -57,10 +57,17 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 
 def apply_note(report: Mapping[str, Any]) -> str:
     """Returns the text above the command and the lines of `cluster.toml`."""
+    if of_cards(report):
+        return "To start it, with the addresses of your hosts in cluster.toml:"
     apply = "To apply it, on one machine or in cluster.toml:"
     if (model := report["apply"]["model"]) not in ("", DEFAULT_MODEL_ID):
         apply = f"To apply it, on one machine (with --model for {model}) or in cluster.toml:"
     return apply if report["disaggregate"] else f"Workers that do both phases are better for this traffic. {apply}"
+
+
+def of_cards(report: Mapping[str, Any]) -> bool:
+    """Whether layouts of cards were compared, in place of ratios of workers."""
+    return bool(report["settings"]["cards"] or report["settings"]["layouts"])
 
 
 def headline(report: Mapping[str, Any]) -> str:
@@ -82,7 +89,9 @@ def headline(report: Mapping[str, Any]) -> str:
     text += cost_words(report)
     fewest = report["fewest_workers"]
     if fewest and fewest != best["workers"]:
-        text += f". The fewest workers that keep it: {fewest}"
+        text += f". The fewest {'cards' if of_cards(report) else 'workers'} that keep it: {fewest}"
+    if not report["kept"] and report["cards_enough"]:
+        text += f". About {report['cards_enough']} cards would be enough"
     return text + "."
 
 
@@ -171,10 +180,13 @@ def families(report: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any] | N
 
 
 def _by_workers(report: Mapping[str, Any], console: Console) -> None:
+    what = "cards" if of_cards(report) else "workers"
     table = tables.Table(
-        "Goodput by number of workers (good/s, 90 % band)", "workers", "best ratio", "good/s", "band", "mixed", "band "
+        f"Goodput by number of {what} (good/s, 90 % band)", what, "best ratio", "good/s", "band", "mixed", "band "
     )
     for total, apart, mixed in families(report):
+        if of_cards(report) and not apart and not mixed:
+            continue
         table.row(str(total), apart["workers"] if apart else "", *_interval(apart), *_interval(mixed))
     table.show(console)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from launcher import reports
-from launcher.tuning import page, show
+from launcher.tuning import cards, page, show
 from launcher.tuning.profiles.show import error_words
 from launcher.tuning.settings import TuneSettings, parse_slos
 from launcher.tuning.traffic import TuneTraffic, block_tokens, context_tokens, fitted_traffic, profile_of
@@ -22,8 +22,9 @@ from runtime.settings.options import SettingsError
 from runtime.settings.types import SLO_PERCENTILE
 from tuning.advise import Slo
 from tuning.goals import Goals
+from tuning.layouts import cards_enough, cluster_toml
 from tuning.profile import ControlCost, Profile
-from tuning.search import Found, Scored, Space, search
+from tuning.search import Candidate, Found, Scored, Space, search
 from tuning.sensitivity import map_of, what_if
 from tuning.simulator.job import Sent
 from tuning.simulator.options import RunOptions
@@ -33,7 +34,7 @@ from tuning.traffic import per_minute, summary
 FORMAT = 2
 ORIGINS = {
     "calibrated": "The profile was measured {}; runs differ by {}.",
-    "estimated": "The profile is an estimate {}, from published figures: {}.",
+    "estimated": "The profile is an estimate {}, {}.",
     "from a server": "The profile was fitted to requests of another server {}; times differ by {}.",
 }
 PROFILE_DAYS = 30  # a younger profile is shown without its age
@@ -43,9 +44,13 @@ def run(settings: TuneSettings) -> int:
     for path, option in ((settings.out, "--out"), (settings.html, "--html")):
         reports.check_writable(path, option)
     console = reports.console_for(settings)
-    profile = profile_of(settings)
+    kinds: Mapping[int, Profile] = {}
+    if cards.is_asked(settings):
+        kinds = cards.profiles_of(settings)
+        settings = settings.model_copy(update={"workers": cards.budget_of(settings)})
+    profile = cards.widest(kinds) if kinds else profile_of(settings)
     goals = goals_of(settings)
-    report = report_of(settings, profile, goals, console)
+    report = report_of(settings, profile, goals, console, kinds)
     written = {settings.out: encoded(report), settings.html: page.rendered(report) if settings.html else ""}
     for path, text in written.items():
         if path:  # before anything is printed, because the reader of the output may go away
@@ -139,8 +144,10 @@ def _age_days(when: str) -> int:
     return (datetime.now(measured.tzinfo) - measured).days
 
 
-def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: Console) -> dict[str, Any]:
-    """Everything that is shown. Raises `SettingsError`."""
+def report_of(
+    settings: TuneSettings, profile: Profile, goals: Goals, console: Console, kinds: Mapping[int, Profile] | None = None
+) -> dict[str, Any]:
+    """Everything that is shown. `kinds`: profiles by degree of tensor parallelism. Raises `SettingsError`."""
     played = fitted_traffic(settings, profile)
     sent = played.sent
     profile = own_hardware(profile) if settings.own_hardware else profile
@@ -153,6 +160,7 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
         (usual_stall_share(profile),),
         mixed_max=profile.prefill_cores + profile.decode_cores,
     )
+    space = cards.space_of(settings, space, kinds, sent) if kinds else space
     options = RunOptions(hit_rate=settings.hit_rate, block_tokens=block_tokens(settings))
     began = time.perf_counter()
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
@@ -163,7 +171,8 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
             bar.update(task, description=what, completed=done, total=of)
 
         found = search(profile, sent, goals, space, options, tell=tell, seed=settings.seed)
-        cells = map_of(profile, sent, goals, found, options, tell)
+        profile = space.profile_of(profile, found.best.candidate)
+        cells = [] if kinds else map_of(profile, sent, goals, found, options, tell)
         changed, headroom = what_if(profile, sent, goals, space, found, options, tell)
     best, seen = found.best, as_it_came(sent, found.outcome)
     report: dict[str, Any] = plain(
@@ -182,14 +191,15 @@ def report_of(settings: TuneSettings, profile: Profile, goals: Goals, console: C
             "disaggregate": not best.candidate.workers.mixed,
             "kept": best.attainment >= goals.percentile,
             "fewest_workers": fewest(found),
+            "cards_enough": cards_enough(best.candidate, max(headroom, best.load_kept)) if kinds else 0,
             "ranked": [entry(one, found) for one in found.ranked],
             "candidates": [entry(one, found) for one in found.results.values()],
             "class_attainment": found.class_attainment,
             "map": [square._asdict() for square in cells],
             "what_if": [row._asdict() for row in changed],
             "headroom": headroom,
-            "caveats": caveats(settings, profile, played),
-            "apply": apply_lines(best, profile),
+            "caveats": caveats(settings, profile, played) + (cards.caveats(profile, best.candidate) if kinds else []),
+            "apply": apply_cards(best.candidate, profile) if kinds else apply_lines(best, profile),
             "seconds": round(time.perf_counter() - began, 1),
         }
     )
@@ -226,11 +236,11 @@ def plain(value: Any) -> Any:
 def entry(result: Scored, found: Found) -> dict[str, Any]:
     candidate, per_s = result.candidate, result.requests_per_s or found.requests_per_s
     return {
-        "workers": str(candidate.workers),
+        "workers": str(candidate),
         "prefill": candidate.workers.prefill,
         "decode": candidate.workers.decode,
         "mixed": candidate.workers.mixed,
-        "total": candidate.workers.total,
+        "total": candidate.all_cards,
         "cost_per_hour": result.cost_per_hour or None,
         "good_per_cost": 3600 * per_s * result.attainment / result.cost_per_hour if result.cost_per_hour else None,
         "step_tokens": candidate.step_tokens,
@@ -258,8 +268,20 @@ def entry(result: Scored, found: Found) -> dict[str, Any]:
 def fewest(found: Found) -> str:
     """Returns the smallest ratio that keeps the SLO, of those that ran the whole trace."""
     keep = [one for one in found.ranked if one.attainment >= found.goals.percentile]
-    best = min(keep, key=lambda one: (one.candidate.workers.total, *one.rank()), default=None)
-    return "" if best is None else str(best.candidate.workers)
+    best = min(keep, key=lambda one: (one.candidate.all_cards, *one.rank()), default=None)
+    return "" if best is None else str(best.candidate)
+
+
+def apply_cards(candidate: Candidate, profile: Profile) -> dict[str, Any]:
+    """A whole `cluster.toml`, and the command that starts its first host."""
+    model = str(profile.about["model"])
+    lines = cluster_toml(candidate, model, profile)
+    return {
+        "workers": str(candidate),
+        "command": "crossdock up cluster.toml --host gpu0",
+        "cluster_toml": lines,
+        "model": model,
+    }
 
 
 def apply_lines(result: Scored, profile: Profile) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from runtime.process.version import version_of
 from runtime.settings.options import SettingsError
 from tuning.estimates import from_timings
 from tuning.estimates.from_timings import MeasuredServer, Misfit, RequestTiming, TimingsError
-from tuning.estimates.roofline import BLOCK_TOKENS, VALUE_BYTES
+from tuning.estimates.roofline import BLOCK_TOKENS, KV_BYTES
 from tuning.profile import Profile, ProfileCapacity, encoded
 
 COLUMNS: Final = ("arrival_s", "prompt_tokens", "output_tokens", "ttft_ms", "end_s")
@@ -155,7 +155,7 @@ async def _server(settings: FromVllmSettings, session: aiohttp.ClientSession) ->
     context = context or kv_tokens
     blocks = max(kv_tokens // BLOCK_TOKENS, 2)
     capacity = ProfileCapacity(blocks, BLOCK_TOKENS, settings.seqs_max, min(context, kv_tokens), settings.cost_per_hour)
-    kv_bytes = VALUE_BYTES * shape_of(settings.model).kv_values if settings.model else 0
+    kv_bytes = KV_BYTES * shape_of(settings.model).kv_values if settings.model else 0
     network = settings.network_gbit_per_s
     return MeasuredServer(capacity, settings.instances, settings.step_tokens, kv_bytes, network), model
 

@@ -1,6 +1,6 @@
 """Options of `crossdock profile`."""
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -8,31 +8,44 @@ from runtime.settings.types import JsonOption, Panels
 from tuning.estimates.cards import CARDS
 
 
-def _known_card(value: str) -> str:
-    found = next((name for name in CARDS if name.lower() == value.lower()), None)
+def known_card(value: str) -> str:
+    """Returns the name in its usual spelling; an empty one stays empty."""
+    found = value and next((name for name in CARDS if name.lower() == value.lower()), None)
     if found is None:
         raise ValueError(f"must be one of {', '.join(CARDS)}")
     return found
 
 
+Gpu = Annotated[str, AfterValidator(known_card)]
+EstimateSource = Literal["auto", "tables", "formula"]
+Backend = Literal["vllm", "sglang", "trtllm"]
+
+
 class EstimateSettings(JsonOption):
     """Estimate a profile of hardware that you do not have at hand.
 
-    The times come from the maker's figures of the card and the shape of the model, with how far hardware stayed below such
-    figures in published measurements. They may be off by a quarter, and decode steps over several cards may be two to three
-    times too slow. Where you can, measure: crossdock calibrate, or crossdock profile from-vllm.
+    The times come from NVIDIA's tables of operators as they were measured, if the package aiconfigurator-core is installed and
+    has them for this card and model. Else they come from the maker's figures of the card and the shape of the model, and are
+    off by about a tenth, and by 40 % at most. Where you can, measure: crossdock calibrate, or crossdock profile from-vllm.
     """
 
     panels: ClassVar[Panels] = {
         "Hardware": "gpu tensor_parallel network_gbit_per_s cost_per_hour",
         "Model": "model",
+        "Source": "source backend",
         "Worker": "",
         "Output": "out as_json",
     }
-    gpu: Annotated[str, AfterValidator(_known_card)] = Field(description=f"The card: {', '.join(CARDS)}.")
+    gpu: Gpu = Field(min_length=1, description=f"The card: {', '.join(CARDS)}.")
     model: str = Field(
-        min_length=1, description="Name like Llama-3.1-8B, or a folder with the config.json of any other model."
+        min_length=1,
+        description="Name like Llama-3.1-8B or Llama-3.1-70B-FP8, or a folder with the config.json of any other model.",
     )
+    source: EstimateSource = Field(
+        "auto",
+        description="tables: measured operators; formula: data sheets; auto: tables where they have the operators.",
+    )
+    backend: Backend = Field("vllm", description="Engine with which the operators were measured.")
     tensor_parallel: int = Field(1, ge=1, le=16, description="Cards of one worker, over which each layer is split.")
     network_gbit_per_s: float = Field(
         200.0, gt=0.0, le=1e5, description="Gigabits per second over which a worker hands KV over."

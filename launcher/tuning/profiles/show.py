@@ -12,7 +12,7 @@ SCATTER_MAX: Final = 0.3  # on a quiet machine, 9 in 10 steps exceed the fit by 
 NO_LIMIT: Final = TransferCost().bytes_per_ms  # long transfers take no longer than short ones
 RUNS: Final = {
     "calibrated": "From one start of the workers to the next, times differ by {}",
-    "estimated": "Nothing of this was measured: {}",
+    "estimated": "An estimate, {}",
     "from a server": "From one run to the next, times may differ by {}",
 }
 
@@ -21,8 +21,10 @@ def error_words(about: Mapping[str, Any], profile: Profile) -> str:
     """Returns how far the times of one of the profile's sources may be off."""
     if about.get("origin", profile.origin) != "estimated":
         return f"{profile.run_sigma:.0%}"
-    cards = ", and decode over several cards may be two to three times too slow" if about.get("cards", 1) > 1 else ""
-    return f"times may be off by a quarter{cards}"
+    if "error" in about:
+        mean, most = about["error"]
+        return f"from data sheets; steps of such a worker are off by {mean:.0%} on average and {most:.0%} at most"
+    return f"from {about['source']}" if "source" in about else "from data sheets; times may be off by a quarter"
 
 
 def show(profile: Profile, console: Console) -> None:

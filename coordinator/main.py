@@ -32,6 +32,7 @@ from coordinator.policy_keeper import PolicyKeeper, PolicyStoreError
 from coordinator.policy_versions import PolicyInForce
 from coordinator.recovery.stall_detector import StallDetector
 from coordinator.reporting import status
+from coordinator.reporting.attempt_times import AttemptClock
 from coordinator.reporting.metrics import CoordinatorMetrics
 from proto import limits
 from proto.errors import CancelReason, Reject, RemoteProtocolError
@@ -80,6 +81,7 @@ class Coordinator:
         self.policies: PolicyKeeper | None = None
         self.ledger: Ledger | None = None
         self.outbox = Outbox()
+        self.attempts = AttemptClock(self.core.cluster.requests)
         self._utc_offset_s = 0.0
         self.failure: asyncio.Event = asyncio.Event()  # set when the ledger can no longer be written
         self.server = LinkServer(
@@ -120,7 +122,10 @@ class Coordinator:
 
     def handle(self, event: Event, now: float) -> Iterable[Action]:
         """Record the event, and what comes of it. After an absence, act on nothing."""
-        return () if self.stall_detector.was_away(now) else (self.recorder or self.core).handle(event, now)
+        if self.stall_detector.was_away(now):
+            return ()
+        self.attempts.on_event(event, now)
+        return (self.recorder or self.core).handle(event, now)
 
     def next_deadline(self) -> float | None:
         return None if self.stall_detector.away_s else self.core.next_deadline()
@@ -318,6 +323,8 @@ class Coordinator:
             peer.send(message, send.blob)
 
     def _perform(self, action: Action) -> None:
+        for times in self.attempts.on_action(action, self.core.state.now):
+            self._send(times)
         match action:
             case Send():
                 if self.outbox.pass_or_hold(action):

@@ -35,6 +35,7 @@ from coordinator.policy_keeper import PolicyKeeper, PolicyStoreError
 from coordinator.policy_versions import PolicyInForce
 from coordinator.recovery.stall_detector import StallDetector
 from coordinator.reporting import status
+from coordinator.reporting.attempt_times import AttemptClock
 from coordinator.reporting.metrics import CoordinatorMetrics
 from proto import codec, limits
 from proto.drain import DrainAnswer, FlipAnswer
@@ -90,6 +91,7 @@ class Coordinator:
         self.recent_events = RecentEvents()
         self._admin_key = site.AdminKey(settings.admin_key_file)
         self._started = clock.now()
+        self.attempts = AttemptClock(self.core.cluster.requests)
         self._utc_offset_s = 0.0
         self.failure: asyncio.Event = asyncio.Event()  # set when the ledger can no longer be written
         self.server = LinkServer(
@@ -130,7 +132,10 @@ class Coordinator:
 
     def handle(self, event: Event, now: float) -> Iterable[Action]:
         """Record the event, and what comes of it. After an absence, act on nothing."""
-        return () if self.stall_detector.was_away(now) else (self.recorder or self.core).handle(event, now)
+        if self.stall_detector.was_away(now):
+            return ()
+        self.attempts.on_event(event, now)
+        return (self.recorder or self.core).handle(event, now)
 
     def next_deadline(self) -> float | None:
         return None if self.stall_detector.away_s else self.core.next_deadline()
@@ -374,6 +379,8 @@ class Coordinator:
             peer.send(message, send.blob)
 
     def _perform(self, action: Action) -> None:
+        for times in self.attempts.on_action(action, self.core.state.now):
+            self._send(times)
         match action:
             case Send():
                 if self.outbox.pass_or_hold(action):

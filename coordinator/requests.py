@@ -7,11 +7,11 @@ from coordinator.accounting.billing import whole_of
 from coordinator.accounts import NotAdmitted
 from coordinator.events import Received, StateChanged
 from coordinator.recovery import processes
-from coordinator.state import State
+from coordinator.state import State, because
 from proto.codec import split_hashes
 from proto.errors import CancelReason, Interrupt, Reject
 from proto.limits import HASH_BYTES
-from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit
+from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit, Waits
 from proto.progress import EndPrefix, EndSession
 from scheduler.lifecycle import ON_WORKERS, RequestState, Trigger
 from scheduler.request import Request
@@ -159,7 +159,13 @@ def _reject(state: State, incarnation: int, event: Received, refusal: NotAdmitte
     if again_s is None:
         again_s = admission.retry_after_s(state, submit, event.fingerprint)
     rates = state.billing.rates(submit.tenant, state.now)
-    state.send(incarnation, Rejected(submit.request_id, submit.attempt, reason, why[:500], again_s, rates))
+    queue = state.cluster.queues.get(submit.model)
+    waits = Waits()
+    why_it_would_wait = because(reason, state.accounts.path(submit), queue, waits)
+    state.send(
+        incarnation,
+        Rejected(submit.request_id, submit.attempt, reason, why[:500], again_s, rates, waits, why_it_would_wait),
+    )
     state.out.append(StateChanged(submit.request_id, submit.attempt, RequestState.REJECTED, reason))
 
 

@@ -9,13 +9,25 @@ from coordinator.accounting.billing import Closed, Opened, Remembered
 from coordinator.accounts import Accounts
 from coordinator.events import Action, Limits, Send, StateChanged
 from coordinator.members import Members
-from proto.errors import Interrupt, Reject
-from proto.messages import ClusterState, Destination, Hello, Interrupted, Message, Prefill, Rejected, Release, Reserve
-from proto.parts import Room
+from proto.errors import Interrupt, Reject, WaitReason
+from proto.messages import (
+    ClusterState,
+    Destination,
+    Hello,
+    Interrupted,
+    Message,
+    Placed,
+    Prefill,
+    Rejected,
+    Release,
+    Reserve,
+)
+from proto.parts import Room, Waits
 from scheduler.decisions import Decision, Dispatched, Interruption, Placement, Withdrawn
 from scheduler.lifecycle import TERMINAL, RequestState, Trigger
 from scheduler.request import Request, Suspicion
 from scheduler.scheduler import Scheduler
+from scheduler.waiting.queue import WaitQueue
 from scheduler.workers.pool import Pool
 from scheduler.workers.prefix_index import usable_hashes
 
@@ -29,6 +41,28 @@ class Last(msgspec.Struct, frozen=True, gc=False):
 
 
 _NEVER = Last()
+
+
+FELT_MS = 1.0  # shorter waits are not reported
+_NO_WORKER = (Reject.NO_CAPACITY, Reject.UNKNOWN_MODEL)
+_OVERLOAD = (Reject.QUEUE_FULL, Reject.SHED, Reject.EXPIRED, Reject.DEADLINE)
+
+
+def because(reason: Reject, path: tuple[str, ...], queue: WaitQueue | None, waits: Waits) -> WaitReason | None:
+    """What a rejected request waited for most, or what it would have waited for if it is rejected at once."""
+    if reason is Reject.QUOTA:
+        return WaitReason.QUOTA
+    if reason in _NO_WORKER:
+        return WaitReason.COLD_START
+    if reason not in _OVERLOAD or queue is None:
+        return None
+    if waits.total:
+        return max((WaitReason(name) for name in waits.__struct_fields__), key=lambda name: getattr(waits, name))
+    if queue.clock.lacks_room:
+        return WaitReason.NO_ROOM
+    waiting = len(queue)
+    is_own = 2 * queue.line.waiting(path) > waiting
+    return (WaitReason.OWN_QUEUE if is_own else WaitReason.OTHER_TENANTS) if waiting else None
 
 
 class State:
@@ -91,7 +125,13 @@ class State:
     def reject(self, request: Request, reason: Reject, trigger: Trigger, why: str, retry_after_s: float = 0.0) -> None:
         """End a request that was accepted, and tell its gateway why."""
         self.counters[f"rejected_{reason}"] += 1
-        self.send(request.gateway_incarnation, Rejected(*request.key, reason, why, retry_after_s))
+        queue = self.cluster.queues[request.submit.model]
+        waits = Waits() if request.wait_mark is None else queue.clock.since(request.wait_mark, request.path, self.now)
+        why_it_waited = because(reason, request.path, queue, waits)
+        self.send(
+            request.gateway_incarnation,
+            Rejected(*request.key, reason, why, retry_after_s, waits=waits, because=why_it_waited),
+        )
         self.end(request, trigger, why)
 
     def interrupt(self, request: Request, reason: Interrupt, why: str, *, tell: bool = True) -> None:
@@ -157,6 +197,8 @@ class State:
         self.send(decode.incarnation, reserve)
         self.send(prefill.incarnation, prefill_message, request.blob)
         request.blob = b""
+        if request.waited.total >= FELT_MS:
+            self.send(incarnation, Placed(*request.key, request.waited))
         names = dict.fromkeys((prefill.hello.name, decode.hello.name))
         self.out.append(StateChanged(request.id, request.attempt, RequestState.PLACED, " + ".join(names)))
 

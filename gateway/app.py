@@ -15,7 +15,7 @@ from gateway.anthropic.answer import error_body
 from gateway.batches import routes as routes_batches
 from gateway.batches.store import BatchService, StoreError
 from gateway.http.encoding import encode
-from gateway.http.errors import RATE_HEADERS, ApiError
+from gateway.http.errors import RATE_HEADERS, WAIT_HEADER, ApiError
 from gateway.http.reach import Reach
 from gateway.http.request_log import REQUEST_ID_HEADER, RequestLog, info_of
 from gateway.openai import routes_generate, routes_info
@@ -48,7 +48,7 @@ def create_app(gateway: Gateway, batches: BatchService | None = None) -> ASGIApp
             allow_origins=gateway.cors_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID_HEADER, "Retry-After", *RATE_HEADERS],
+            expose_headers=[REQUEST_ID_HEADER, "Retry-After", WAIT_HEADER, *RATE_HEADERS],
         )
     paths = [route.path.replace(":path", "") for route in ROUTES]
     reach = Reach(

@@ -27,12 +27,25 @@ from gateway.streams.types import (
     StreamLimits,
     Tick,
     TokensReceived,
+    Waited,
     Why,
     Work,
     WorkerDown,
 )
+from gateway.tracing.tracer import Tracer
 from proto.errors import RemoteProtocolError
-from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Tokens
+from proto.messages import (
+    Accepted,
+    AttemptTimes,
+    ClusterState,
+    Hello,
+    Interrupted,
+    Message,
+    Placed,
+    Rejected,
+    Role,
+    Tokens,
+)
 from proto.parts import Room
 from proto.progress import EndSession, PromptLogprobs
 from runtime.link.peer import Peer
@@ -54,7 +67,7 @@ class LinkPeer(Protocol):
 
 
 Receiver = Callable[
-    [Admitted | Deliver | Ended], None
+    [Admitted | Waited | Deliver | Ended], None
 ]  # gets the events of its streams in the order in which they came
 
 
@@ -78,6 +91,7 @@ class Backend:
         self.on_room: Callable[[str, Room], None] = lambda _model, _room: None  # the largest request of a model
         self._receivers: dict[str, Receiver] = {}
         self._times: dict[str, StreamTimes] = {}
+        self.tracer: Tracer | None = None
         self._draining = False
         self._empty = asyncio.Event()
         metrics.active = lambda: len(self._receivers)
@@ -115,6 +129,8 @@ class Backend:
     def open(self, works: Sequence[Work], receiver: Receiver) -> None:
         """Begin these streams. `receiver` gets their events until they end or are abandoned."""
         now = clock.now()
+        if self.tracer is not None:
+            self.tracer.opened(works[0].stream_id, now)
         for work in works:
             submit = work.submit
             self._receivers[work.stream_id] = receiver
@@ -167,7 +183,16 @@ class Backend:
     def coordinator_message(self, _peer: LinkPeer, message: Message, _blob: bytes) -> None:
         match message:
             case Accepted() | Rejected() | Interrupted():
+                if self.tracer is not None and isinstance(message, Rejected):
+                    self.tracer.rejected(message)
                 self._driver.post(message)
+            case Placed(request_id, attempt, waits):
+                submission = self.keeper.submissions.get(request_id)
+                if submission is not None and submission.attempt == attempt:
+                    self._put(submission.stream.id, Waited(submission.stream.id, waits))
+            case AttemptTimes():
+                if self.tracer is not None:
+                    self.tracer.times_came(message)
             case ClusterState(servable, sizes, hash_key, rooms):
                 self.hash_key = hash_key or self.hash_key
                 for model, room in zip(servable, rooms, strict=False):
@@ -228,6 +253,8 @@ class Backend:
                 times = self._times.get(stream_id)
                 if times is not None:
                     times.delivered(choice, len(action.tokens), action.cached_tokens, clock.now())
+                if self.tracer is not None:
+                    self.tracer.delivered(stream_id, choice, action.finish, clock.now())
                 self._put(stream_id, action)
             case Admitted(stream_id):
                 self._put(stream_id, action)
@@ -236,6 +263,8 @@ class Backend:
                 if stream_id in self._receivers:
                     self._forget(stream_id).ended(failure, clock.now())
             case SendSubmit(submit, blob):
+                if self.tracer is not None:
+                    self.tracer.submitted(submit, clock.now())
                 # A message that cannot be sent now is sent again when the link is up again.
                 if self._coordinator is not None:
                     self._coordinator.send(submit, blob)
@@ -250,7 +279,7 @@ class Backend:
                 emit = _log.debug if why is Why.STALE_TOKENS else _log.info
                 emit("stream", request_id=stream_id, what=why.value, detail=detail)
 
-    def _put(self, stream_id: str, event: Admitted | Deliver | Ended) -> None:
+    def _put(self, stream_id: str, event: Admitted | Waited | Deliver | Ended) -> None:
         if (receiver := self._receivers.get(stream_id)) is not None:
             receiver(event)
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,6 +23,7 @@ from gateway.response_store import ResponseStore
 from gateway.streams.types import StreamLimits
 from gateway.tenancy import KeyRing
 from gateway.text.model_files import ModelFilesError, load
+from gateway.tracing.tracer import Tracer
 from proto import limits
 from proto.messages import Hello, Role, Welcome
 from runtime.link.client import LinkClient
@@ -41,6 +42,9 @@ from runtime.settings.roles import BATCHES_OFF, GatewaySettings
 from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import TenantsError, open_tenants
 
+if TYPE_CHECKING:
+    from gateway.tracing.export import SpanExport
+
 _CLOSE_TIMEOUT_S = 5
 
 
@@ -58,6 +62,9 @@ class GatewayProcess:
         self.metrics.registry.introduce(name=name, model=model)
         more = [name for name, _ in settings.other_models]
         self.backend = Backend(model=model, limits=stream_limits, metrics=self.metrics, more_models=more)
+        self.traces = _open_traces(settings, name)
+        if self.traces is not None:
+            self.backend.tracer = Tracer(settings.trace_sample, self.traces.emit)
         self.hello = Hello(
             limits.PROTOCOL_VERSION,
             Role.GATEWAY,
@@ -117,6 +124,9 @@ class GatewayProcess:
                 await self.tokens.close()
                 await self.observed.close()
                 self.backend.close()
+                if self.traces is not None and self.backend.tracer is not None:
+                    self.backend.tracer.flush()
+                    self.traces.close()
         self.log.info("stopped")
         return 0
 
@@ -247,6 +257,19 @@ class GatewayProcess:
             # Binding does not reserve the port: another process bound it too, and listened first.
             return self._cannot_listen(error)
         return 0
+
+
+def _open_traces(settings: GatewaySettings, name: str) -> "SpanExport | None":
+    """Raises `ConfigError`."""
+    endpoint = settings.otlp_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+    if not endpoint:
+        return None
+    try:
+        # It costs memory and time to import, and comes with an extra.
+        from gateway.tracing.export import SpanExport
+    except ImportError as error:
+        raise ConfigError(f"--otlp-endpoint: needs the extra crossdock[tracing]: {error}") from error
+    return SpanExport(endpoint, name)
 
 
 def _load_models(settings: GatewaySettings) -> list[ServedModel]:

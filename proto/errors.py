@@ -60,6 +60,16 @@ class Reject(_Growing):
     LOSES_WORKERS = "loses_workers"  # several workers were lost in turn while they ran it: it would end more
 
 
+class WaitReason(_Growing):
+    """What a request waited for, or why it was rejected, in the words of `x-crossdock-wait`."""
+
+    OWN_QUEUE = "own_queue"  # other requests of its own tenant
+    OTHER_TENANTS = "other_tenants"
+    NO_ROOM = "no_room"  # no worker had room for its KV or its sequences
+    QUOTA = "quota"
+    COLD_START = "cold_start"  # no worker, or no coordinator, was up
+
+
 class Interrupt(_Growing):
     """Why an accepted attempt stopped before its end. The gateway resumes it with attempt + 1 or fails the stream."""
 
@@ -100,6 +110,7 @@ class CancelReason(_Growing):
 
 UNKNOWN_AS: Final[dict[type[_Growing], _Growing]] = {
     Reject: Reject.NO_CAPACITY,
+    WaitReason: WaitReason.OTHER_TENANTS,
     Interrupt: Interrupt.ENGINE_ERROR,
     FinishReason: FinishReason.STOP,
     CancelReason: CancelReason.ABANDONED,

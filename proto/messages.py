@@ -1,6 +1,6 @@
 """The messages of the control plane, by sender and receiver.
 
-    gateway  ⇄ coordinator      Submit, Cancel, EndSession  →   ← Accepted, Rejected, Interrupted
+    gateway  ⇄ coordinator      Submit, Cancel, EndSession  →   ← Accepted, Rejected, Placed, Interrupted, AttemptTimes
     coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, DecodeProgress, Finished, Released,
                                 EndPrefix                   →       WorkFailed, CacheMiss, CacheEvents
                                 Draining, Flip              →   ← Draining; Drained →
@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from proto import limits
-from proto.errors import CancelReason, Interrupt, Reject
+from proto.errors import CancelReason, Interrupt, Reject, WaitReason
 from proto.fields import (
     AnswerTokens,
     Attempt,
@@ -49,6 +49,7 @@ from proto.parts import Destination as Destination
 from proto.parts import RateState as RateState
 from proto.parts import Role as Role
 from proto.parts import TokenItem as TokenItem
+from proto.parts import Waits as Waits
 from proto.sampling import Sampling
 
 
@@ -141,6 +142,7 @@ class Submit(Message, frozen=True):
     priority: Annotated[int, Meta(ge=-limits.MAX_PRIORITY, le=limits.MAX_PRIORITY)] = 0
     """The lowest goes first among the requests of its tenant and priority class, whatever the deadlines."""
     session: SessionName = b""
+    traced: bool = False  # its gateway wants `AttemptTimes`
 
 
 class Cancel(Message, frozen=True):
@@ -172,6 +174,16 @@ class Rejected(Message, frozen=True):
     message: Text
     retry_after_s: Seconds = 0.0  # 0: trying again is pointless
     rates: RateState | None = None
+    waits: Waits = Waits()
+    because: WaitReason | None = None  # what it waited for most, or would have; None: `reason` says it
+
+
+class Placed(Message, frozen=True):
+    """The request waits no longer. It is sent if the wait was felt: a gateway that hears nothing counts none."""
+
+    request_id: RequestId
+    attempt: Attempt
+    waits: Waits
 
 
 class Interrupted(Message, frozen=True):
@@ -181,6 +193,34 @@ class Interrupted(Message, frozen=True):
     attempt: Attempt
     reason: Interrupt
     message: Text = ""
+
+
+class ChunkTimes(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """When a chunk was ordered and reported, in milliseconds as in `AttemptTimes`."""
+
+    start: Tokens_
+    length: Tokens_
+    sent_ms: DurationMs
+    done_ms: DurationMs = 0.0
+
+
+class AttemptTimes(Message, frozen=True):
+    """How far an attempt got, and when, in milliseconds since its `Submit` was read; 0: it did not get there. It is sent at the
+    attempt's end, if its `Submit` asked for it."""
+
+    request_id: RequestId
+    attempt: Attempt
+    outcome: Text = ""
+    ended_ms: DurationMs = 0.0
+    computed_ms: DurationMs = 0.0  # its prompt was computed
+    handed_over_ms: DurationMs = 0.0
+    transfer_ms: DurationMs = 0.0  # what its prefill worker measured, between its last chunk and the acknowledgement
+    target_ms: DurationMs = 0.0  # for its first token
+    prefill: NameOrEmpty = ""  # workers
+    decode: NameOrEmpty = ""
+    cached_tokens: Tokens_ = 0
+    waits: Waits = Waits()
+    chunks: Annotated[tuple[ChunkTimes, ...], Meta(max_length=limits.MAX_CHUNKS_PER_STEP)] = ()
 
 
 class ClusterState(Message, frozen=True):

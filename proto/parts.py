@@ -8,7 +8,18 @@ from msgspec import Meta
 
 from proto import limits
 from proto.errors import FinishReason
-from proto.fields import Attempt, BlockSize, ChoiceIndex, Count, Incarnation, RequestId, Seconds, Text, Tokens_
+from proto.fields import (
+    Attempt,
+    BlockSize,
+    ChoiceIndex,
+    Count,
+    DurationMs,
+    Incarnation,
+    RequestId,
+    Seconds,
+    Text,
+    Tokens_,
+)
 from proto.sampling import TokenId, TokenLogprobs
 
 STEP_TOKENS: Final = 256  # of a prefill step on a CPU
@@ -52,6 +63,19 @@ class RateState(msgspec.Struct, frozen=True, gc=False, array_like=True):
     limit_tokens: Count
     remaining_tokens: Count
     reset_tokens_s: Seconds
+
+
+class Waits(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """How long a request waited until it was placed, in milliseconds by reason: see `proto.errors.WaitReason`."""
+
+    own_queue: DurationMs = 0.0
+    other_tenants: DurationMs = 0.0
+    no_room: DurationMs = 0.0
+    cold_start: DurationMs = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.own_queue + self.other_tenants + self.no_room + self.cold_start
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False, array_like=True):

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from proto.messages import Submit
+from proto.messages import Submit, Waits
 from scheduler.fairness.tenant_queue import Entry
 from scheduler.kv_admission.admission import NEVER
 from scheduler.kv_admission.sessions import OpenTurn, Sessions
@@ -64,6 +64,17 @@ class KeptRoom(NamedTuple):
 
     def cost(self, now: float) -> float:
         return self.cost_per_s * (now - self.since)
+
+
+class WaitMark(NamedTuple):
+    """The clocks of `waiting.wait_clock` when a request came to wait."""
+
+    at: float
+    key: int  # of its class of KV demand
+    cold_s: float
+    no_room_s: float
+    own_tokens: int
+    all_tokens: int
 
 
 class AttemptProgress(msgspec.Struct, eq=False, gc=False):
@@ -143,6 +154,8 @@ class Request(msgspec.Struct, eq=False):
     counted: bool = False
     """It counts in the goodput of its priority class, because its first attempt came to this coordinator."""
     first_token_at: float = 0.0  # when its prompt was first computed; 0: not yet
+    wait_mark: WaitMark | None = None  # when its present attempt came to wait
+    waited: Waits = Waits()  # until that attempt was placed
     waits: bool = False  # it waits in its model's queue, and is not placed
     entry: "Entry[Request] | None" = None  # its place in the fair queue while it has chunks to dispatch
     preempted: int = 0  # how often it was interrupted to make room for others

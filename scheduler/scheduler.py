@@ -94,6 +94,7 @@ class Scheduler:
         cluster, model = self.cluster, request.submit.model
         pool, queue = cluster.pools[model], cluster.queues[model]
         pool.lengths.expect(request, pool.shares)
+        request.wait_mark = queue.clock.mark(request.path, queue.class_key(request), now)
         queue.push(request, not cluster.draining or cluster.can_run(request), pool.fastest_tokens_per_s())
         if not paused_turns.begin(request, pool, queue, now):
             came(request, pool, queue, now)
@@ -187,6 +188,7 @@ class Scheduler:
             return None
         pool, queue = self.cluster.pools[request.submit.model], self.cluster.queues[request.submit.model]
         progress.computed_tokens += chunk.length
+        queue.clock.computed(request.path, chunk.length)
         left = request.submit.prompt_tokens - progress.computed_tokens
         queue.line.count_uncomputed(request, max(left, 0))
         if request.state is not RequestState.PREFILLING or left > 0:

@@ -39,6 +39,7 @@ FOLDERS_MAY_IMPORT = {
         "structured": "http",
         "text": "",
         "tools": "http structured text",
+        "tracing": "http",
         "vllm": "http openai text",
     },
     "kvtransfer": {"memory": "", "session": "", "transports": "memory session"},

@@ -24,7 +24,7 @@ from coordinator.event_log.reasons import (
 )
 from coordinator.events import Action, Event, Received, Send, StateChanged
 from coordinator.members import RunningFlip
-from proto.messages import HandedOver, Rejected, Reserve, Step, Submit
+from proto.messages import HandedOver, Rejected, Reserve, Step, Submit, Waits
 from proto.status import AutopilotReport
 from scheduler.decisions import Composed, Looked, Outcome, StepEnd, WatchedEvent
 from scheduler.lifecycle import TERMINAL, RequestState
@@ -226,6 +226,7 @@ class Placed(msgspec.Struct, frozen=True, tag_field="what", tag="placed"):
     fetched_tokens: int = 0  # the prefill worker is to fetch so many of the cached ones from the decode worker
     fetch_s: float = 0.0  # the fetch was expected to take so long
     compute_s: float = 0.0  # the prefill worker would have needed so long to compute them
+    waits: Waits = Waits()  # how long this attempt waited, by reason; its client is told the same
 
 
 class ChunkSent(msgspec.Struct, frozen=True, tag_field="what", tag="chunk"):
@@ -405,7 +406,9 @@ class Timeline:
             assert self._core is not None
             request = self._core.cluster.requests[self.request_id]
             projected_s = request.projected_s if request.submit.attempt == 1 else 0.0
-            placed = Placed(self._at_s, why, self._blocks, request.cached_tokens, self._kept, projected_s)
+            placed = Placed(
+                self._at_s, why, self._blocks, request.cached_tokens, self._kept, projected_s, waits=request.waited
+            )
             progress = request.attempt_progress
             if request.prefill_incarnation == request.decode_incarnation:
                 placed = msgspec.structs.replace(placed, there_s=progress.there_s, elsewhere_s=progress.elsewhere_s)

@@ -9,8 +9,8 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 from gateway.http.encoding import encode
 from gateway.streams.types import FailKind, Failure
-from proto.errors import Reject
-from proto.messages import RateState
+from proto.errors import Reject, WaitReason
+from proto.messages import RateState, Waits
 
 _TYPES = {
     401: "authentication_error",
@@ -25,6 +25,13 @@ RATE_HEADERS = tuple(
 )  # All of those that `rate_headers` makes
 
 
+WAIT_HEADER: Final = "x-crossdock-wait"
+_BECAUSE: Final = {
+    "coordinator_unreachable": WaitReason.COLD_START,
+    "gateway_overloaded": WaitReason.OTHER_TENANTS,
+    "too_many_open_requests": WaitReason.OWN_QUEUE,
+    "too_many_batches": WaitReason.OWN_QUEUE,
+}  # of errors that are this gateway's own
 UNSUPPORTED_ENCODING: Final = "unsupported_content_encoding"
 
 
@@ -48,6 +55,8 @@ class ApiError(Exception):
         self.param = param
         self.retry_after_s = retry_after_s
         self.rates = rates
+        self.because = _BECAUSE.get(code)  # None: the code says it
+        self.waits = Waits()  # until it was rejected
         self.overflow = ""  # The tokens of a prompt that is too long, and the model's context, in Anthropic's words
 
     @property
@@ -63,6 +72,8 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         headers = rate_headers(self.rates)
+        if self.status in (429, 503):
+            headers[WAIT_HEADER] = wait_text(self.waits, self.because or self.code)
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.code == UNSUPPORTED_ENCODING:
@@ -109,6 +120,12 @@ def rate_headers(rates: RateState | None) -> dict[str, str]:
             headers[f"x-ratelimit-remaining-{kind}"] = str(remaining)
             headers[f"x-ratelimit-reset-{kind}"] = duration_text(reset_s)
     return headers
+
+
+def wait_text(waits: Waits, because: str = "") -> str:
+    """The value of `WAIT_HEADER`, a dictionary of RFC 8941: milliseconds by reason, and why the request was rejected."""
+    parts = [f"{name}={getattr(waits, name):.1f}" for name in Waits.__struct_fields__]
+    return ", ".join([*parts, f"reason={because}"] if because else parts)
 
 
 def duration_text(seconds: float) -> str:
@@ -189,8 +206,10 @@ def of_failure(failure: Failure) -> ApiError:
     if code == "context_length_exceeded":
         words = "The request exceeds the model's maximum context limit"  # LiteLLM looks for these words
     message = f"{words}: {failure.message}."
-    rates = failure.reject.rates if failure.reject is not None else None
-    return ApiError(status, message, code=code, retry_after_s=retry if status in (429, 503) else None, rates=rates)
+    error = ApiError(status, message, code=code, retry_after_s=retry if status in (429, 503) else None)
+    if failure.reject is not None:
+        error.rates, error.because, error.waits = failure.reject.rates, failure.reject.because, failure.reject.waits
+    return error
 
 
 Names = Mapping[str, str]  # regular expressions of the chat core's parameters → prefixes of the API's own

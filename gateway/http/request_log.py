@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -40,6 +40,9 @@ class RequestInfo:
     first_token_at: float | None = None
     status: int = 0
     error: str = ""  # Code of the error that ended it, which may come after a 200
+    trace_id: str = ""  # empty: it is not traced
+    on_sent: Callable[[float], None] | None = None  # called when a piece of a streamed answer was sent
+    on_end: Callable[[float], None] | None = None  # called once, after the access log
 
     def __post_init__(self) -> None:
         self.internal_id = self.internal_id or f"req-{self.token}"
@@ -108,6 +111,8 @@ class RequestLog:
             if self._enabled:
                 emit = _log.debug if scope["path"] in _QUIET_PATHS else _log.info
                 emit("request", **log_fields(scope["method"], self._path(scope["path"]), info, clock.now()))
+            if info.on_end is not None:
+                info.on_end(clock.now())
 
 
 def log_fields(method: str, path: str, info: RequestInfo, now: float) -> dict[str, Any]:
@@ -119,6 +124,7 @@ def log_fields(method: str, path: str, info: RequestInfo, now: float) -> dict[st
         "tenant": info.tenant,
         "request_id": info.request_id,
         "internal_id": info.internal_id if info.client_id else "",
+        "trace_id": info.trace_id,
         "end_user": info.end_user,
         "prompt_tokens": info.prompt_tokens,
         "output_tokens": info.output_tokens,

@@ -6,19 +6,21 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.backend import Backend
 from gateway.http.encoding import KEEP_ALIVE, encode
-from gateway.http.errors import ApiError, of_failure, rate_headers
+from gateway.http.errors import WAIT_HEADER, ApiError, of_failure, rate_headers, wait_text
 from gateway.http.request_log import RequestInfo
 from gateway.openai.answers import Answer, ChoiceState
 from gateway.openai.forms import Form
-from gateway.streams.types import Admitted, Deliver, Ended, Finish, Work
+from gateway.streams.types import Admitted, Deliver, Ended, Finish, Waited, Work
 from gateway.tools.reader import AnswerReader
-from proto.messages import RateState
+from proto.errors import WaitReason
+from proto.messages import RateState, Waits
 from runtime.process import clock
 
 Mismatch = Callable[[str, Any], Coroutine[Any, Any, str]]  # (JSON text, schema) → why they do not match
@@ -76,6 +78,9 @@ class Answering:
         self.unended = set(self.unadmitted)
         self.failed: ApiError | None = None
         self.rates: RateState | None = None  # The tenant's rates, as the coordinator last reported them
+        self.waits = Waits()  # of the stream that waited longest
+        self._cold_start_ms = 0.0
+        self._opened_at = clock.now()
         self.continuous_usage = prepared.continuous_usage
         self.no_output = prepared.no_output
         self.checker: AnswerChecker | None = None
@@ -87,14 +92,14 @@ class Answering:
         self._first_choice = {work.stream_id: number * prepared.choices for number, work in enumerate(works)}
         self._backend = backend
         self._open = set(self.unadmitted)  # Streams that the backend has not ended
-        self._events: list[Admitted | Deliver | Ended] = []
+        self._events: list[Admitted | Waited | Deliver | Ended] = []
         self._wake = asyncio.Event()
         self._left = False
         backend.open(works, self._put)
 
     # --- the backend and the connection -------------------------------------------------------------------------------
 
-    def _put(self, event: Admitted | Deliver | Ended) -> None:
+    def _put(self, event: Admitted | Waited | Deliver | Ended) -> None:
         if isinstance(event, Ended):
             self._open.discard(event.stream_id)
         self._events.append(event)
@@ -113,7 +118,7 @@ class Answering:
 
     # --- the answer ---------------------------------------------------------------------------------------------------
 
-    def _take(self, events: Iterable[Admitted | Deliver | Ended]) -> list[tuple[ChoiceState, Deliver]]:
+    def _take(self, events: Iterable[Admitted | Waited | Deliver | Ended]) -> list[tuple[ChoiceState, Deliver]]:
         """Account for events up to the first failure, which sets `failed`; returns the deliveries among them."""
         delivered = []
         for event in events:
@@ -128,8 +133,13 @@ class Answering:
             elif isinstance(event, Admitted):
                 self.unadmitted.discard(event.stream_id)
                 self.rates = event.rates or self.rates
+                self._cold_start_ms = max(self._cold_start_ms, 1000 * event.cold_start_s)
+            elif isinstance(event, Waited):
+                self.waits = max(self.waits, event.waits, key=lambda waits: waits.total)
             elif event.failure is not None:
                 self.failed = of_failure(event.failure)
+                if self.failed.because is WaitReason.COLD_START:
+                    self.failed.waits = Waits(cold_start=1000 * (clock.now() - self._opened_at))
                 break
             else:
                 self.unended.discard(event.stream_id)
@@ -174,15 +184,27 @@ class Answering:
     def _whole(self) -> bytes:
         return encode(self.answer.whole(self.choices, sum(self.cached_tokens.values())))
 
-    async def accepted(self) -> list[tuple[ChoiceState, Deliver]]:
-        """Wait until every stream is accepted; returns what was delivered until then. Raises `ClientDisconnect`, and `ApiError`
-        if a stream failed before, or failed with nothing delivered: then the HTTP status can still say so."""
+    async def begun(self, most_s: float) -> list[tuple[ChoiceState, Deliver]]:
+        """Wait until every stream is accepted, and then up to `most_s` seconds (0: without limit) for the first token, so that
+        the headers can say how long the request waited. Returns what was delivered until then. Raises `ClientDisconnect`, and
+        `ApiError` if a stream failed before, or failed with nothing delivered: then the HTTP status can still say so."""
         delivered: list[tuple[ChoiceState, Deliver]] = []
-        while self.unadmitted:
-            delivered += await self.next()
-            if self.failed is not None and (self.unadmitted or not delivered):
-                raise self.failed
+        until = clock.now() + most_s if most_s else None
+        while self.unadmitted or (self.unended and not delivered):
+            left_s = None if until is None or self.unadmitted else until - clock.now()
+            if left_s is not None and left_s <= 0:
+                break
+            delivered += await self.next(left_s)
+            if self.failed is not None:
+                if self.unadmitted or not delivered:
+                    raise self.failed
+                break
         return delivered
+
+    def headers(self) -> dict[str, str]:
+        """The headers about the tenant's rates, and about what the request waited for."""
+        waits = msgspec.structs.replace(self.waits, cold_start=self.waits.cold_start + self._cold_start_ms)
+        return {**rate_headers(self.rates), WAIT_HEADER: wait_text(waits)}
 
     def encode(self, delivered: Iterable[tuple[ChoiceState, Deliver]]) -> bytes:
         chunks = [chunk for choice, part in delivered for chunk in self.answer.chunks(choice, part)]
@@ -208,7 +230,7 @@ class EventStream(Response):
         ended: Callable[[str], None],
     ) -> None:
         """After `keep_alive_s` of silence a comment is sent; 0: none is. `ended` is told the outcome, once."""
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **rate_headers(answering.rates)}
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **answering.headers()}
         super().__init__(headers=headers)
         del self.headers["content-length"]
         self.answering = answering
@@ -255,3 +277,6 @@ class EventStream(Response):
     async def _send(self, send: Send, data: bytes) -> None:
         if data:
             await send({"type": "http.response.body", "body": data, "more_body": True})
+            info = self.answering.info
+            if info.on_sent is not None:
+                info.on_sent(clock.now())

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from gateway.http.body import Slots
-from gateway.http.errors import ApiError, Names, bad_value, bare_errors, rate_headers, renamed
+from gateway.http.errors import ApiError, Names, bad_value, bare_errors, renamed
 from gateway.http.json_text import parse_json
 from gateway.http.request_log import RequestInfo, client_request_id, info_of
 from gateway.openai.answering import AnswerChecker, Answering, EventStream
@@ -43,6 +43,7 @@ class Api(ABC, Generic[R]):
 
     name: str  # The name in metrics
     id_prefix: str
+    operation = "chat"  # as traces call it
     field_names: Names = {}  # noqa: RUF012 - nobody changes it
     keeps_body = False  # the answer keeps as much memory as the body, which therefore counts until its end
 
@@ -71,8 +72,8 @@ async def generate(call: Call, api: Api[R]) -> Response:
         if not prepared.stream:
             content = await answering.whole(partial(call.gateway.threads.run, call.owner))
             count("ok")
-            return Response(content, media_type="application/json", headers=rate_headers(answering.rates))
-        begun = await answering.accepted()
+            return Response(content, media_type="application/json", headers=answering.headers())
+        begun = await answering.begun(call.gateway.keep_alive_s)
     except ApiError as error:
         count(error.code)
         if error.retry_after_s:
@@ -119,10 +120,15 @@ async def _begin(call: Call, api: Api[R], info: RequestInfo) -> tuple[Answering,
     """Read the request and submit it. Raises `ApiError` and `ClientDisconnect`."""
     gateway = call.gateway
     info.internal_id = f"{api.id_prefix}-{info.token}"
+    tracer, trace = gateway.backend.tracer, None
+    if tracer is not None:
+        trace = tracer.begin(info, call.request.headers.getlist("traceparent"), api.operation)
     slots = await call.slots()
     async with AsyncExitStack() as reading:
         held = call.held if api.keeps_body else reading
         body = await held.enter_async_context(gateway.intake.body(call.request, call.owner))
+        if trace is not None:
+            trace.tokenize_at = clock.now()
         work = partial(_read, gateway, call.tenant, api, body, info)
         read = await gateway.threads.run(call.owner, len(body), work)
     del body, work
@@ -202,6 +208,7 @@ def _read(gateway: Gateway, tenant: str, api: Api[R], body: bytes, info: Request
         deadline_ms=generation.deadline_ms or 0.0,
         priority=priority,
         session=session_name(session) if session else b"",
+        traced=bool(info.trace_id),
     )
     works = [_work(gateway, served, prepared, submit, group, number) for number in range(len(prepared.prompts))]
     return _Read(served, prepared, works, group)

@@ -13,7 +13,7 @@ from gateway.text.tokenizer import ModelTokenizer
 
 
 class CompletionsApi(Api[CompletionRequest]):
-    name, id_prefix = "completions", "cmpl"
+    name, id_prefix, operation = "completions", "cmpl", "text_completion"
 
     def parse(self, content: Any) -> CompletionRequest:
         return validate(CompletionRequest, content)

@@ -140,7 +140,8 @@ class StreamKeeper:
             submission.phase = StreamPhase.RUNNING
         if not submission.stream.admitted:
             submission.stream.admitted = True
-            self._out.append(Admitted(submission.stream.id, rates))
+            waited_s = submission.sent_at - submission.stream.opened_at
+            self._out.append(Admitted(submission.stream.id, rates, waited_s))
 
     def _rejected(self, event: Rejected, now: float) -> None:
         submission = self._current(event.request_id, event.attempt)

@@ -87,6 +87,7 @@ class Submission:
     not_before: float = 0.0
     wait_until: float | None = None  # until then, a new request waits for the coordinator's link
     interrupted_at: float = 0.0
+    sent_at: float = 0.0  # when its current attempt was sent
     liveness: Liveness = field(default_factory=Liveness)
     names: BlockNames | None = None  # Names of the blocks of the last attempt that was submitted by this id
     ended_early: bool = False  # a choice ended in the gateway, while its worker goes on
@@ -243,7 +244,7 @@ class Submission:
 
     def sent_to(self, coordinator: int, now: float) -> None:
         """Note that the current attempt is sent to `coordinator`, and reset what belongs to the last one."""
-        self.phase, self.sent = StreamPhase.SENT, True
+        self.phase, self.sent, self.sent_at = StreamPhase.SENT, True, now
         self.liveness = Liveness(coordinator, now)
         for choice in self.choices:
             choice.first = len(choice.tokens)

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from gateway.streams.prompt_scores import PromptScores
 from gateway.text.block_hashes import BlockNames
-from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, Submit, TokenItem
+from proto.messages import Accepted, Cancel, Interrupted, RateState, Rejected, Submit, TokenItem, Waits
 from proto.progress import AnswerNames
 from proto.sampling import TokenLogprobs
 
@@ -170,6 +170,15 @@ class Admitted:
 
     stream_id: str
     rates: RateState | None = None  # Rates of the stream's tenant; None if tokens came before the coordinator's answer
+    cold_start_s: float = 0.0  # the time until the coordinator was there and had workers
+
+
+@dataclass(frozen=True)
+class Waited:
+    """The stream has got a place on workers, after a wait."""
+
+    stream_id: str
+    waits: Waits
 
 
 class Finish(StrEnum):

@@ -34,7 +34,9 @@ from coordinator.event_log.timeline import (
     Waited,
 )
 from coordinator.events import Action, Event, Received, Send
+from coordinator.state import FELT_MS
 from launcher import tables
+from proto.messages import Waits
 from scheduler.decisions import StepEnd
 
 CHUNKS_MAX = 12  # a longer run is shown as one entry
@@ -122,6 +124,10 @@ def summary(entries: Sequence[Entry]) -> str:
         times[_KINDS[type(entry.reason)]] += entry.times
     began = next((e.at_s for e in entries if isinstance(e, ChunkSent)), None)
     waited = "It never ran" if began is None else f"Its first prefill chunk started after {began:.3f} s"
+    for placed in entries:
+        if isinstance(placed, Placed) and placed.waits.total >= FELT_MS:
+            parts = ((name.replace("_", " "), getattr(placed.waits, name)) for name in Waits.__struct_fields__)
+            waited += "; it waited for " + ", ".join(f"{name} {ms / 1000:.3f} s" for name, ms in parts if ms >= FELT_MS)
     if not passed:
         return f"{waited}; it was never passed over."
     reasons = ", ".join(f"{count:,} × {kind}" for kind, count in times.most_common())

@@ -148,6 +148,7 @@ class GatewaySettings(BatchOptions, ClientSettings):
         "Model": "model model_id more_models served_model_name generation_config default_max_tokens",
         "Cluster": "coordinator tokens_bind advertise drain_timeout_s",
         "Streams and answers": "responses_keep_s batch_db batch_keep_days",
+        "Traces": "otlp_endpoint trace_sample",
         "Expert options": "body_bytes_max client_timeout_ms stream_idle_ms batch_lines_max batch_tenant_mib",
     }
     host: str = Field(
@@ -230,6 +231,20 @@ class GatewaySettings(BatchOptions, ClientSettings):
         True,
         description="Log one line for each HTTP request, at the level info (probes: debug): method, path, status, tenant,"
         " request id, tokens and times. Never prompts or keys.",
+    )
+    otlp_endpoint: str = Field(
+        "",
+        max_length=512,
+        pattern=r"^(https?://.+)?$",
+        description="URL of an OpenTelemetry collector that takes OTLP over HTTP, like http://localhost:4318; needs"
+        " crossdock[tracing]. Empty: what OTEL_EXPORTER_OTLP_ENDPOINT says; without either, nothing is traced.",
+    )
+    trace_sample: float = Field(
+        0.01,
+        ge=0.0,
+        le=1.0,
+        description="Part of the requests that is traced. A client that sends traceparent decides for its own. Requests that"
+        " fail, are resumed, or miss their target for the first token are always traced.",
     )
     api_metrics: bool = Field(
         True,

@@ -48,6 +48,8 @@ def place(cluster: Cluster, request: Request, pair: WorkerPair, now: float) -> N
     cluster.drop_retained(request)
     pool.bindings.unbind(request)
     queue.placed(request)
+    assert request.wait_mark is not None
+    request.waited = queue.clock.since(request.wait_mark, request.path, now)
     _count_load(request, pair, pool, now)
     if isinstance(prefill, PrefillWorker):
         prefill.reserve(request)

@@ -35,24 +35,32 @@ def schedule(cluster: Cluster, now: float) -> None:
         queue.shares = pool.shares if pool.is_short(now) else None
         if pool.paused:
             resume_due(pool, queue, now)
-        if not pool.wakeups.due:
-            if now - pool.looked_at >= LOOK_EVERY_S:
-                give_shares(cluster, pool, queue, now)
-            continue
-        if not queue.fair.size:
-            pool.wakeups.nothing_waits()
-            continue
-        if pool.wakeups.for_all:
-            _place_without_turn(cluster, pool, pool.returning(), now)
-        _place_without_turn(cluster, pool, pool.large_request(now), now)
-        _place_without_turn(cluster, pool, _suspects(pool, queue, now), now)
-        _ask_workers(cluster, pool, queue, now)
-        if not pool.wakeups.go_on_at_once:
+        if pool.wakeups.due:
+            _place_waiting(cluster, pool, queue, now)
+        elif now - pool.looked_at >= LOOK_EVERY_S:
             give_shares(cluster, pool, queue, now)
-            if cluster.watch is not None and not pool.wakeups.asked_in_vain and len(pool.wakeups.idle):
-                idle = pool.prefill[next(iter(pool.wakeups.idle))]
-                cluster.watch(NothingRuns(idle))  # no class has room, so none is asked
-        pool.wakeups.event_done()
+        if queue.line.since is None:
+            queue.clock.advance(now, cold=False, full=False, closed=())
+        else:
+            full = len(pool.wakeups.stuck) >= len(pool.prefill)
+            queue.clock.advance(now, cold=not pool.servable(), full=full, closed=pool.wakeups.closed)
+
+
+def _place_waiting(cluster: Cluster, pool: Pool, queue: WaitQueue, now: float) -> None:
+    if not queue.fair.size:
+        pool.wakeups.nothing_waits()
+        return
+    if pool.wakeups.for_all:
+        _place_without_turn(cluster, pool, pool.returning(), now)
+    _place_without_turn(cluster, pool, pool.large_request(now), now)
+    _place_without_turn(cluster, pool, _suspects(pool, queue, now), now)
+    _ask_workers(cluster, pool, queue, now)
+    if not pool.wakeups.go_on_at_once:
+        give_shares(cluster, pool, queue, now)
+        if cluster.watch is not None and not pool.wakeups.asked_in_vain and len(pool.wakeups.idle):
+            idle = pool.prefill[next(iter(pool.wakeups.idle))]
+            cluster.watch(NothingRuns(idle))  # no class has room, so none is asked
+    pool.wakeups.event_done()
 
 
 def _place_without_turn(cluster: Cluster, pool: Pool, requests: Iterable[Request], now: float) -> bool:

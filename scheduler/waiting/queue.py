@@ -18,6 +18,7 @@ from scheduler.waiting.projection import Projection
 from scheduler.waiting.queue_keys import PAUSED_KEY, Demand, class_key
 from scheduler.waiting.rates import Rate, Ratios
 from scheduler.waiting.retries import RetryBudget
+from scheduler.waiting.wait_clock import WaitClock
 
 _PRIORITY_S = 1e6  # seconds that one step of a request's own priority counts: more than any deadline
 _HEAD_START_S = 1e13  # a request that a drain cut short goes before the other waiting requests of its tenant
@@ -40,6 +41,7 @@ class WaitQueue:
         self.projection = Projection(self.line)
         self.grace = Grace()
         self.retries = RetryBudget(limits.retry_floor, limits.retry_share)
+        self.clock = WaitClock()
         self._served = Rate(0.0)  # cost of what was dispatched, with answers as estimated
         self.served: dict[Path, Rate] = {}  # the same by tenant
         self.step_tokens = STEP_TOKENS  # step budget of workers that are not told another one
@@ -69,6 +71,7 @@ class WaitQueue:
             self.fair.forget(path)
             self.served.pop(path, None)
             self.lengths.forget(path)
+            self.clock.forget(path)
 
     # --- in and out -----------------------------------------------------------------------------------------------------
 

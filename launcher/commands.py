@@ -113,6 +113,14 @@ TABLE: Final[Table] = {
         "launcher.admin.status:StatusSettings",
         "launcher.admin.status:run",
     ),
+    "top": Command(
+        "Show workers with their load and KV, the queue, and tenants, refreshed each second",
+        "launcher.admin.top:TopSettings",
+        "launcher.admin.top:run",
+    ),
+    "doctor": Command(
+        "Find out what is wrong with a cluster", "launcher.doctor.run:DoctorSettings", "launcher.doctor.run:run"
+    ),
     "drain": Command(
         "Place nothing new on a worker.", "launcher.admin.drain:DrainSettings", "launcher.admin.drain:run"
     ),

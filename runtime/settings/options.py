@@ -91,6 +91,11 @@ def load(cls: type[S], flags: Mapping[str, Any], config: str = "") -> S:
 
     Raises `SettingsError`.
     """
+    return checked(cls, *merged_values(cls, flags, config))
+
+
+def merged_values(cls: type[Options], flags: Mapping[str, Any], config: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the values that are given, and where those come from that are no flags. Raises `SettingsError`."""
     path = config or os.environ.get(CONFIG_ENV, "")
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -103,7 +108,7 @@ def load(cls: type[S], flags: Mapping[str, Any], config: str = "") -> S:
     for key, value in flags.items():
         merged[key] = value
         sources.pop(key, None)
-    return checked(cls, merged, sources)
+    return merged, sources
 
 
 def checked(cls: type[S], values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> S:

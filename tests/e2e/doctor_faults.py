@@ -1,17 +1,16 @@
-"""Real clusters with one fault each, for `crossdock doctor`. `python -m tests.e2e.doctor_faults [NAME …]` makes them and saves
-what `doctor` looked at, for the tests of its rules, in `tests/launcher/doctor/`.
+"""A real cluster with one fault after the other, for `crossdock doctor`. `python -m tests.e2e.doctor_faults [NAME …]` saves what
+`doctor` looked at, for the tests of its rules, in `tests/launcher/doctor/`.
 """
 
 import hashlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import uvloop
 from launcher.doctor import collect, rules
 from launcher.doctor.snapshot import Snapshot
 from tests import tiny_models
-from tests.e2e.live import Served, cut, live, sockets_between
+from tests.e2e.live import Served, cut, sockets_between
 from tests.e2e.parts import Parts, parts
 
 SAVED = Path(__file__).parents[1] / "launcher" / "doctor"
@@ -39,11 +38,12 @@ SHIM = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <time.h>
+#include <unistd.h>
 int clock_gettime(clockid_t id, struct timespec *at) {
     static int (*real)(clockid_t, struct timespec *);
     if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
     int status = real(id, at);
-    if (id == CLOCK_REALTIME) at->tv_sec += 90;
+    if (id == CLOCK_REALTIME && access("%s", F_OK) == 0) at->tv_sec += 90;
     return status;
 }
 """
@@ -103,153 +103,166 @@ def again_and_again(action: Callable[[], Any], every_s: float) -> Iterator[None]
 
 
 class Faults:
-    """Each method yields a cluster that has the fault of its name."""
+    """One cluster. Each method gives it the fault of its name, under load, for as long as the context lasts."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
-        self.model = tiny_models.make("llama", folder / "model", **sizes)
+    def __init__(self, up: Parts, folder: Path) -> None:
+        self.up, self.folder = up, folder
 
-    def tenants(self, limits: str = "", targets: str = "") -> str:
-        digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("acme", "lab")}
-        path = self.folder / "tenants.toml"
-        path.write_text(TENANTS.format(limits=limits, targets=targets, **digests))
-        return str(path)
-
-    @contextmanager
-    def healthy(self) -> Iterator[Served]:
-        with live(self.model, self.folder, "--prefill", "2", "--decode", "2") as up, load(up, 3, 100, 40):
-            yield up
-
-    @contextmanager
-    def healthy_tenants(self) -> Iterator[Served]:
-        """Within its quotas and targets, with the same prompts again and again."""
-        path = self.tenants("limits = { concurrency = 8 }", "tpot_ms = 2000")
-        with live(self.model, self.folder, "--tenants", path) as up:
-            with load(up, 2, 100, 40, "acme", same=8), load(up, 2, 100, 40, "lab", same=8):
-                yield up
-
-    @contextmanager
-    def slow_worker(self) -> Iterator[Served]:
-        with live(self.model, self.folder, "--prefill", "1", "--decode", "2") as up:
-            slow = up.processes()["decode_worker"][0]
-
-            def hold() -> None:
-                slow.suspend()
-                time.sleep(0.08)
-                slow.resume()
-
-            with load(up, 4, 100, 40), again_and_again(hold, 0.01):
-                yield up
-
-    @contextmanager
-    def full_kv(self) -> Iterator[Served]:
-        with live(self.model, self.folder, KV_GIB="0.02") as up, load(up, 24, 100, 300):
-            yield up
-
-    @contextmanager
-    def hot_tenant(self) -> Iterator[Served]:
-        with live(self.model, self.folder, "--tenants", self.tenants(), MAX_SEQS="4") as up:
-            with load(up, 32, 100, 100, "acme"), load(up, 2, 100, 100, "lab"):
-                yield up
-
-    @contextmanager
-    def wrong_ratio(self) -> Iterator[Served]:
-        with live(self.model, self.folder, "--prefill", "1", "--decode", "2") as up, load(up, 24, 450, 2):
-            yield up
-
-    @contextmanager
-    def broken_pair(self) -> Iterator[Served]:
-        with live(self.model, self.folder, "--prefill", "1", "--decode", "1", KV_TRANSPORT="tcp") as up:
-            prefill, decode = up.one("prefill_worker"), up.one("decode_worker")
-            own = int(up.coordinator.rsplit(":", 1)[1])
-
-            def break_all() -> None:
-                for one in sockets_between(prefill, decode, {own}):
-                    cut(prefill, one)
-
-            with load(up, 4, 100, 20), again_and_again(break_all, 0.005):
-                yield up
-
-    @contextmanager
-    def clock_skew(self) -> Iterator[Served]:
+    def start(self) -> None:
+        self.tenants()
         source, library = self.folder / "skew.c", self.folder / "skew.so"
-        source.write_text(SHIM)
+        source.write_text(SHIM % (self.folder / "skew"))
         subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
-        with self._parts(decode=("env", f"LD_PRELOAD={library}")) as up, load(up, 2, 100, 20):
-            yield up
+        self.skew = ("env", f"LD_PRELOAD={library}")
+        tenants = ("--tenants", str(self.folder / "tenants.toml"))
+        self.up.start("coordinator", *tenants)
+        self.up.start("gateway", *tenants)
+        for name in ("prefill-0", "decode-0", "decode-1"):
+            self.start_worker(name)
+        self.up.wait_registered(3)
+
+    def start_worker(self, name: str) -> None:
+        role = name.partition("-")[0]
+        inside = ("env", f"HANG_ROLE={role}", f"HANG_WHEN={self.folder / name}", *self.skew[1:])
+        options = ("--kv-gib", "0.02", "--kv-transport", "tcp")
+        self.up.start("tests.e2e.hanging_worker", *options, name=name, inside=inside)
+
+    def process(self, name: str) -> psutil.Process:
+        return psutil.Process(self.up.processes[name].pid)
+
+    def tenants(self, limits: str = "", targets: str = "") -> None:
+        digests = {name: hashlib.sha256(name.encode()).hexdigest() for name in ("acme", "lab")}
+        (self.folder / "half").write_text(TENANTS.format(limits=limits, targets=targets, **digests))
+        (self.folder / "half").replace(self.folder / "tenants.toml")
 
     @contextmanager
-    def few_descriptors(self) -> Iterator[Served]:
-        with self._parts(gateway=("prlimit", "--nofile=1024:1024")) as up, load(up, 2, 100, 20):
-            yield up
+    def with_tenants(self, limits: str = "", targets: str = "") -> Iterator[None]:
+        """The tenants file is read again within seconds."""
+        self.tenants(limits, targets)
+        time.sleep(4.0)
+        yield
+        self.tenants()
 
     @contextmanager
-    def throttled_cpu(self) -> Iterator[Served]:
+    def healthy(self) -> Iterator[None]:
+        with self.with_tenants("limits = { concurrency = 8 }", "tpot_ms = 5000"):
+            with load(self.up, 2, 100, 40, "acme", same=8), load(self.up, 2, 100, 40, "lab"):
+                yield
+
+    @contextmanager
+    def slow_worker(self) -> Iterator[None]:
+        slow = self.process("decode-1")
+
+        def hold() -> None:
+            slow.suspend()
+            time.sleep(0.08)
+            slow.resume()
+
+        with load(self.up, 6, 100, 40, "lab"), again_and_again(hold, 0.01):
+            yield
+
+    @contextmanager
+    def full_kv(self) -> Iterator[None]:
+        with load(self.up, 20, 100, 380, "lab"):
+            yield
+
+    @contextmanager
+    def hot_tenant(self) -> Iterator[None]:
+        with load(self.up, 30, 100, 300, "acme"), load(self.up, 1, 100, 10, "lab"):
+            yield
+
+    @contextmanager
+    def wrong_ratio(self) -> Iterator[None]:
+        with load(self.up, 24, 450, 2, "lab"):
+            yield
+
+    @contextmanager
+    def broken_pair(self) -> Iterator[None]:
+        one, other = self.process("prefill-0"), self.process("decode-0")
+        own = int(self.up.coordinator.rsplit(":", 1)[1])
+
+        def break_all() -> None:
+            for descriptor in sockets_between(one, other, {own}):
+                cut(one, descriptor)
+
+        with load(self.up, 6, 100, 20, "lab"), again_and_again(break_all, 0.005):
+            yield
+
+    @contextmanager
+    def clock_skew(self) -> Iterator[None]:
+        (self.folder / "skew").touch()
+        with load(self.up, 1, 50, 10, "lab"):
+            yield
+        (self.folder / "skew").unlink()
+
+    @contextmanager
+    def few_descriptors(self) -> Iterator[None]:
+        gateway = self.process("gateway")
+        before = gateway.rlimit(psutil.RLIMIT_NOFILE)
+        gateway.rlimit(psutil.RLIMIT_NOFILE, (1024, before[1]))
+        with load(self.up, 1, 50, 10, "lab"):
+            yield
+        gateway.rlimit(psutil.RLIMIT_NOFILE, before)
+
+    @contextmanager
+    def throttled_cpu(self) -> Iterator[None]:
         """Needs root, and the cpu controller of cgroups."""
         root = Path("/sys/fs/cgroup/cpu" if Path("/sys/fs/cgroup/cpu").is_dir() else "/sys/fs/cgroup")
         group = root / f"crossdock-test-{os.getpid()}"
         group.mkdir()
         if (group / "cpu.max").exists():
-            (group / "cpu.max").write_text("20000 100000")
+            (group / "cpu.max").write_text("5000 100000")
         else:
-            (group / "cpu.cfs_quota_us").write_text("20000")
-        with live(self.model, self.folder) as up, load(up, 4, 100, 40):
-            slow = up.one("decode_worker")
-            (group / "cgroup.procs").write_text(str(slow.pid))
-            yield up
+            (group / "cpu.cfs_quota_us").write_text("5000")
+        (group / "cgroup.procs").write_text(str(self.process("decode-0").pid))
+        with load(self.up, 4, 100, 40, "lab"):
+            yield
+        (root / "cgroup.procs").write_text(str(self.process("decode-0").pid))
         group.rmdir()
 
     @contextmanager
-    def cold_cache(self) -> Iterator[Served]:
-        with live(self.model, self.folder) as up:
-            with load(up, 2, 300, 2, same=20):
-                time.sleep(6.0)
-            up.wait_idle()
-            for role in ("prefill_worker", "decode_worker"):
-                up.one(role).send_signal(signal.SIGKILL)
-            up.wait_for("the workers are new", lambda: all(w.steps == 0 for w in up.status().workers))
-            up.wait_registered(2)
-            with load(up, 1, 300, 2):
-                yield up
+    def small_quota(self) -> Iterator[None]:
+        with self.with_tenants("limits = { requests_per_min = 6 }"), load(self.up, 2, 50, 5, "acme"):
+            yield
 
     @contextmanager
-    def small_quota(self) -> Iterator[Served]:
-        with live(self.model, self.folder, "--tenants", self.tenants("limits = { requests_per_min = 6 }")) as up:
-            with load(up, 2, 50, 5, "acme"), load(up, 1, 50, 5, "lab"):
-                yield up
+    def impossible_target(self) -> Iterator[None]:
+        with self.with_tenants("", "tpot_ms = 1"), load(self.up, 1, 50, 40, "acme"):
+            yield
 
     @contextmanager
-    def impossible_target(self) -> Iterator[Served]:
-        with live(self.model, self.folder, "--tenants", self.tenants("", "tpot_ms = 1")) as up:
-            with load(up, 2, 50, 40, "acme"):
-                yield up
+    def failing_worker(self) -> Iterator[None]:
+        (self.folder / "decode-1").write_text("fail")
+        with load(self.up, 6, 100, 20, "lab"):
+            yield
+        (self.folder / "decode-1").unlink()
 
     @contextmanager
-    def failing_worker(self) -> Iterator[Served]:
-        when = self.folder / "fails"
-        when.write_text("fail")
-        with self._parts() as up:
-            inside = ("env", "HANG_ROLE=prefill", f"HANG_WHEN={when}")
-            up.start("tests.e2e.hanging_worker", name="bad", inside=inside)
-            up.wait_registered(3)
-            with load(up, 6, 100, 20):
-                yield up
-
-    @contextmanager
-    def _parts(self, **inside: tuple[str, ...]) -> Iterator[Parts]:
-        with parts(self.model) as up:
-            for role in ("coordinator", "gateway", "prefill_worker", "decode_worker"):
-                up.start(role, inside=inside.get(role.partition("_")[0], ()))
-            up.wait_registered(2)
-            yield up
+    def cold_cache(self) -> Iterator[None]:
+        with load(self.up, 2, 300, 2, "lab", same=10):
+            time.sleep(10.0)
+        for name in ("prefill-0", "decode-0", "decode-1"):
+            self.up.kill(name)
+            self.start_worker(name)
+        self.up.wait_registered(3)
+        with load(self.up, 1, 300, 2, "lab"):
+            yield
 
 
-NAMES = [name for name, method in vars(Faults).items() if not name.startswith("_") and name != "tenants"]
+NAMES = [name for name, method in vars(Faults).items() if hasattr(method, "__wrapped__") and name != "with_tenants"]
+
+
+@contextmanager
+def faulty(folder: Path) -> Iterator[Faults]:
+    """Yields a cluster that can have faults."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8}
+    with parts(tiny_models.make("llama", folder / "model", **sizes)) as up:
+        faults = Faults(up, folder)
+        faults.start()
+        yield faults
 
 
 def looked_at(up: Served, seconds: float = LOOK_S) -> Snapshot:
-    time.sleep(3.0)  # until the load is there
     return uvloop.run(collect.cluster(up.coordinator, None, seconds))
 
 
@@ -265,15 +278,20 @@ def save(name: str, seen: Snapshot) -> None:
 
 
 def main(names: list[str]) -> None:
-    for name in names or NAMES:
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            up = stack.enter_context(getattr(Faults(folder), name)())
-            seen = looked_at(up)
-        save(name, seen)
-        print(f"--- {name}", flush=True)
-        for finding in rules.diagnose(seen):
-            print(f"    {finding.confidence} {finding.cause}: {finding.what} {finding.evidence}", flush=True)
+    with tempfile.TemporaryDirectory() as folder, faulty(Path(folder)) as faults:
+        for name in names or NAMES:
+            print(f"--- {name} {time.strftime('%H:%M:%S')}", flush=True)
+            try:
+                with getattr(faults, name)():
+                    time.sleep(5.0)  # until the fault has its effect
+                    seen = looked_at(faults.up)
+            except Exception as error:
+                print(f"    failed: {error!r}", flush=True)
+                continue
+            save(name, seen)
+            for finding in rules.diagnose(seen):
+                print(f"    {finding.confidence} {finding.cause}: {finding.what} {finding.evidence}", flush=True)
+            time.sleep(2.0)
 
 
 if __name__ == "__main__":

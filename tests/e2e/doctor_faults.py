@@ -1,5 +1,6 @@
-"""A real cluster with one fault after the other, for `crossdock doctor`. `python -m tests.e2e.doctor_faults [NAME …]` saves what
-`doctor` looked at, for the tests of its rules, in `tests/launcher/doctor/`.
+"""A real cluster with one fault after the other, for `crossdock doctor`.
+
+`python -m tests.e2e.doctor_faults [NAME …]` saves what `doctor` looked at for the tests of its rules.
 """
 
 import hashlib
@@ -28,6 +29,7 @@ from tests.e2e.parts import Parts, parts
 
 SAVED = Path(__file__).parents[1] / "launcher" / "doctor"
 LOOK_S = 5.0
+START_S = 900.0
 READ = (
     "process_ crossdock_kv_pairs_ crossdock_kv_transfers_failed crossdock_prefill_step_ crossdock_decode_step_"
     " crossdock_coordinator_requests_admitted crossdock_coordinator_prefill_steps crossdock_coordinator_decode_batches"
@@ -119,7 +121,7 @@ class Faults:
         self.up.start("gateway", *tenants)
         for name in ("prefill-0", "decode-0", "decode-1"):
             self.start_worker(name)
-        self.up.wait_registered(3)
+        self.up.wait_registered(3, START_S)
 
     def start_worker(self, name: str) -> None:
         role = name.partition("-")[0]
@@ -145,9 +147,12 @@ class Faults:
 
     @contextmanager
     def healthy(self) -> Iterator[None]:
-        with self.with_tenants("limits = { concurrency = 8 }", "tpot_ms = 5000"):
-            with load(self.up, 2, 100, 40, "acme", same=8), load(self.up, 2, 100, 40, "lab"):
-                yield
+        with (
+            self.with_tenants("limits = { concurrency = 8 }", "tpot_ms = 5000"),
+            load(self.up, 2, 100, 40, "acme", same=8),
+            load(self.up, 2, 100, 40, "lab"),
+        ):
+            yield
 
     @contextmanager
     def slow_worker(self) -> Iterator[None]:
@@ -244,7 +249,7 @@ class Faults:
         for name in ("prefill-0", "decode-0", "decode-1"):
             self.up.kill(name)
             self.start_worker(name)
-        self.up.wait_registered(3)
+        self.up.wait_registered(3, START_S)
         with load(self.up, 1, 300, 2, "lab"):
             yield
 
@@ -277,20 +282,25 @@ def save(name: str, seen: Snapshot) -> None:
     (SAVED / f"{name}.json").write_bytes(msgspec.json.encode(found) + b"\n")
 
 
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def main(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder, faulty(Path(folder)) as faults:
         for name in names or NAMES:
-            print(f"--- {name} {time.strftime('%H:%M:%S')}", flush=True)
+            _say(f"--- {name} {time.strftime('%H:%M:%S')}")
             try:
                 with getattr(faults, name)():
                     time.sleep(5.0)  # until the fault has its effect
                     seen = looked_at(faults.up)
             except Exception as error:
-                print(f"    failed: {error!r}", flush=True)
+                _say(f"    failed: {error!r}")
                 continue
             save(name, seen)
             for finding in rules.diagnose(seen):
-                print(f"    {finding.confidence} {finding.cause}: {finding.what} {finding.evidence}", flush=True)
+                _say(f"    {finding.confidence} {finding.cause}: {finding.what} {finding.evidence}")
             time.sleep(2.0)
 
 

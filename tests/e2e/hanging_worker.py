@@ -1,5 +1,6 @@
 """A worker of the role named in $HANG_ROLE, whose compute thread hangs in its next step once the file $HANG_WHEN exists, as in
-a driver that never returns, or fails in it if the file says "fail". Started by a test in place of `python -m decode_worker`; nothing in the product knows of it."""
+a driver that never returns, or fails in it if the file says "fail". Started by a test in place of `python -m decode_worker`;
+nothing in the product knows of it."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""`crossdock doctor`, `top`, `logs`, `config show` and `chat` against a cluster that runs, and a detached one from start to stop."""
+"""The tools for operators against a cluster that runs, and a detached cluster from start to stop."""
 
 import json
 import os
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.doctor import rules
 from tests.e2e import doctor_faults
 from tests.e2e.live import Live
 
@@ -89,8 +90,6 @@ def test_detached_cluster_restarts_and_stops(tiny: Path, tmp_path: Path) -> None
 @pytest.mark.timeout(1800)
 def test_doctor_names_real_faults(tmp_path: Path) -> None:
     """`doctor` names at least 11 of 12 faults of a real cluster, and says nothing while there is none."""
-    from launcher.doctor import rules
-
     named = []
     with doctor_faults.faulty(tmp_path) as faults:
         for name in doctor_faults.NAMES:

@@ -159,7 +159,7 @@ FAULTS: dict[str, tuple[str, str, Snapshot]] = {
         _sick(_busy("decode-0", size=1.0), classes=(ClassStatus("standard", 0.0, 4.0, 0.9, 9, 9, 1),)),
     ),
     "clock skew": ("clock_skew", "host-decode-0", _sick(msgspec.structs.replace(_busy("decode-0"), clock_ahead_s=-90.0))),
-    "low descriptor limit": ("few_descriptors", "gateway-0", _sick(_process("gateway-0", process_max_fds=_readings((256, 0, ""))))),
+    "low descriptor limit": ("few_descriptors", "gateway-0", _gateway(process_max_fds=_readings((256, 0, "")))),
     "no descriptors left": (
         "few_descriptors",
         "gateway-0",

@@ -97,16 +97,20 @@ async def _scrape_all(session: aiohttp.ClientSession, report: StatusReport) -> d
 
 
 async def _scrape(session: aiohttp.ClientSession, address: str) -> Page:
+    asked = clock.unix_time()
     async with session.get(address, timeout=aiohttp.ClientTimeout(total=SCRAPE_S)) as response:
         if response.status != 200:
             raise aiohttp.ClientError(f"HTTP {response.status}")
-        asked = clock.unix_time()
         text = await response.text()
         date = response.headers.get("date", "")
-    # The header has whole seconds, cut off.
-    ahead_s = parsedate_to_datetime(date).timestamp() + 0.5 - asked if date else 0.0
+    ahead_s = _ahead_s(parsedate_to_datetime(date).timestamp(), asked, clock.unix_time()) if date else 0.0
     families = text_string_to_metric_families(text)
     return Page([(one.name, one.labels, one.value) for family in families for one in family.samples], ahead_s)
+
+
+def _ahead_s(date: float, asked: float, came: float) -> float:
+    """Returns by how much a clock that said `date`, in whole seconds cut off, between the two times is wrong at the least."""
+    return date - came if date > came else min(date + 1.0 - asked, 0.0)
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------

@@ -86,7 +86,8 @@ def failing_worker(seen: Snapshot) -> Findings:
         yield Finding("no_worker", " or ".join(missing), "certain", (f"{seen.report.queued:,} requests wait",))
 
 
-PAIR_FAILURES_MIN: Final = 3
+PAIR_FAILURES_MIN: Final = 2
+PAIR_FAILURES_SHARE: Final = 0.2  # of the hand-overs that began
 
 
 def broken_pair(seen: Snapshot) -> Findings:
@@ -96,8 +97,9 @@ def broken_pair(seen: Snapshot) -> Findings:
     for one in seen.processes if not said else ():
         broke = one.grew("crossdock_kv_pairs_broken_total", direction="sent")
         failed = one.grew("crossdock_kv_transfers_failed_total", direction="sent")
-        if broke and failed >= PAIR_FAILURES_MIN:
-            evidence = (f"{broke:.0f} connections broke", f"{failed:.0f} hand-overs failed")
+        began = one.grew("crossdock_kv_transfers_total", direction="sent")
+        if broke and failed >= max(PAIR_FAILURES_MIN, PAIR_FAILURES_SHARE * began):
+            evidence = (f"{broke:.0f} connections broke", f"{failed:.0f} of {began:.0f} hand-overs failed")
             yield Finding("broken_pair", f"{one.name} → others", "likely", evidence)
 
 

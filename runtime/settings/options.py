@@ -47,6 +47,12 @@ def option_name(field_name: str, field: FieldInfo) -> str:
     return ("--no-" if field.default is True else "--") + field_name.replace("_", "-")
 
 
+def aliases_of(field: FieldInfo) -> tuple[str, ...]:
+    """Returns other names of an option on the command line: those that vLLM has for it."""
+    extra: Any = field.json_schema_extra
+    return tuple(extra.get("aliases", ())) if isinstance(extra, dict) else ()
+
+
 def where_given(option: str) -> str:
     """Returns where an option that a command does not have can be given; empty: nowhere."""
     for section, cls in SECTIONS.items():

@@ -28,10 +28,12 @@ from tests.e2e.live import Served, cut, sockets_between
 from tests.e2e.parts import Parts, parts
 
 SAVED = Path(__file__).parents[1] / "launcher" / "doctor"
-LOOK_S = 5.0
+LOOK_S = 10.0
+SETTLE_S = 8.0  # until a fault has its effect
+FORGET_S = 12.0  # until shares of service have forgotten the load before
 START_S = 900.0
 READ = (
-    "process_ crossdock_kv_pairs_ crossdock_kv_transfers_failed crossdock_prefill_step_ crossdock_decode_step_"
+    "process_ crossdock_kv_pairs_ crossdock_kv_transfers_ crossdock_prefill_step_ crossdock_decode_step_"
     " crossdock_coordinator_requests_admitted crossdock_coordinator_prefill_steps crossdock_coordinator_decode_batches"
     " crossdock_coordinator_interruptions crossdock_coordinator_work_failed crossdock_coordinator_prompt_tokens"
     " crossdock_coordinator_leases crossdock_coordinator_tenant_over_quota"
@@ -73,9 +75,13 @@ def load(up: Served, clients: int, prompt: int, output: int, key: str = "", same
                 number = next(numbers) % same if same else next(numbers)
                 tokens = [10 + number % 250, 10 + number // 250 % 250, *range(10, 8 + prompt)]
                 body = {"model": up.model_id, "prompt": [t % 300 + 10 for t in tokens], "max_tokens": output}
-                with suppress(httpx.HTTPError):
-                    if http.post("/v1/completions", json=body | {"ignore_eos": True}).status_code != 200:
+                body |= {"ignore_eos": True, "stream": True}
+                with suppress(httpx.HTTPError), http.stream("POST", "/v1/completions", json=body) as answer:
+                    if answer.status_code != 200:
                         stop.wait(0.1)
+                    for _ in answer.iter_lines():
+                        if stop.is_set():
+                            break  # which cancels the request
 
     threads = [threading.Thread(target=client, daemon=True) for _ in range(clients)]
     for thread in threads:
@@ -126,7 +132,7 @@ class Faults:
     def start_worker(self, name: str) -> None:
         role = name.partition("-")[0]
         inside = ("env", f"HANG_ROLE={role}", f"HANG_WHEN={self.folder / name}", *self.skew[1:])
-        options = ("--kv-gib", "0.02", "--kv-transport", "tcp")
+        options = ("--kv-gib", "0.01", "--kv-transport", "tcp")
         self.up.start("tests.e2e.hanging_worker", *options, name=name, inside=inside)
 
     def process(self, name: str) -> psutil.Process:
@@ -160,20 +166,20 @@ class Faults:
 
         def hold() -> None:
             slow.suspend()
-            time.sleep(0.08)
+            time.sleep(0.3)
             slow.resume()
 
-        with load(self.up, 6, 100, 40, "lab"), again_and_again(hold, 0.01):
+        with load(self.up, 6, 100, 40, "lab"), again_and_again(hold, 0.02):
             yield
 
     @contextmanager
     def full_kv(self) -> Iterator[None]:
-        with load(self.up, 20, 100, 380, "lab"):
+        with load(self.up, 30, 50, 400, "lab"):
             yield
 
     @contextmanager
     def hot_tenant(self) -> Iterator[None]:
-        with load(self.up, 30, 100, 300, "acme"), load(self.up, 1, 100, 10, "lab"):
+        with load(self.up, 40, 50, 300, "acme"), load(self.up, 1, 50, 10, "lab"):
             yield
 
     @contextmanager
@@ -227,7 +233,7 @@ class Faults:
 
     @contextmanager
     def small_quota(self) -> Iterator[None]:
-        with self.with_tenants("limits = { requests_per_min = 6 }"), load(self.up, 2, 50, 5, "acme"):
+        with self.with_tenants("limits = { requests_per_min = 1 }"), load(self.up, 2, 50, 5, "acme"):
             yield
 
     @contextmanager
@@ -293,7 +299,7 @@ def main(names: list[str]) -> None:
             _say(f"--- {name} {time.strftime('%H:%M:%S')}")
             try:
                 with getattr(faults, name)():
-                    time.sleep(5.0)  # until the fault has its effect
+                    time.sleep(SETTLE_S)
                     seen = looked_at(faults.up)
             except Exception as error:
                 _say(f"    failed: {error!r}")
@@ -301,7 +307,8 @@ def main(names: list[str]) -> None:
             save(name, seen)
             for finding in rules.diagnose(seen):
                 _say(f"    {finding.confidence} {finding.cause}: {finding.what} {finding.evidence}")
-            time.sleep(2.0)
+            faults.up.wait_idle()
+            time.sleep(FORGET_S)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from launcher.admin.status import ASK_MS, ask
+from launcher.admin.status import ask
 from launcher.doctor.snapshot import ProcessMetrics, Samples, Snapshot, readings
 from launcher.http.client import new_session
 from launcher.local import process_states, registry
@@ -21,6 +21,7 @@ from runtime.link.keys import Keys
 from runtime.process import clock
 
 SCRAPE_S = 5.0
+ASK_MS = 10_000  # longer than other commands wait: a sick cluster may be slow
 AT_ONCE = 32
 LOOKS = 5  # at the machine's own load between the two readings
 

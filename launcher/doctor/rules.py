@@ -106,6 +106,7 @@ def broken_pair(seen: Snapshot) -> Findings:
 # --- room and ratio ---------------------------------------------------------------------------------------------------
 
 STEPS_HELD_UP: Final = 0.2  # share of prefill steps with tokens left, for one reason
+KV_USED: Final = 0.9  # share of the blocks of each decode worker; the coordinator keeps a sixteenth free
 
 
 def full_kv(seen: Snapshot) -> Findings:
@@ -114,7 +115,9 @@ def full_kv(seen: Snapshot) -> Findings:
     preempted = core.grew(CORE + "interruptions_total", reason="preempted")
     ends = core.grew_by(CORE + "prefill_steps_total", "limit")
     held_up = {role: ends.get(end, 0.0) / max(sum(ends.values()), 1.0) for role, end in _NO_ROOM.items()}
-    if queued and (stopped or preempted or held_up["decode"] >= STEPS_HELD_UP):
+    used = [one.kv_blocks_used / one.kv_blocks for one in seen.report.workers if one.role == "decode" and one.kv_blocks]
+    is_full = bool(used) and min(used) >= KV_USED
+    if queued and (stopped or preempted or is_full or held_up["decode"] >= STEPS_HELD_UP):
         full = f"{stopped:.0f} decode workers take no more requests for want of KV blocks; {queued:,} requests wait"
         evidence = (full, f"{preempted:.0f} streams were interrupted to make room", _fullest(seen, "decode"))
         yield Finding("full_kv", "decode", "certain" if stopped else "likely", evidence)

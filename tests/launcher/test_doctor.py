@@ -114,6 +114,7 @@ FAULTS: dict[str, tuple[str, str, Snapshot]] = {
         "decode",
         _sick(_core(decode_batches=_readings((2, 0, "limit=no_decode_kv"))), *_both("prefill", 60.0), queued=9),
     ),
+    "decode KV in use": ("full_kv", "decode", _sick(workers=(*WORKERS[2:], _worker("decode-0", 93)), queued=9)),
     "full prefill KV": (
         "full_kv",
         "prefill",
@@ -186,7 +187,7 @@ def _healthy_but_loaded() -> list[Snapshot]:
         # A larger batch takes longer; a slow first step is no slow worker; a quota may refuse where the cluster is full.
         _sick(_busy("decode-1", 40.0, size=30.0)),
         _sick(_busy("decode-1", 40.0, steps=2)),
-        _sick(_core(tenant_over_quota_total=quota), workers=(*WORKERS[2:], _worker("decode-0", 90)), queued=3),
+        _sick(_core(tenant_over_quota_total=quota), workers=(*WORKERS[2:], _worker("decode-0", 80)), queued=3),
         _sick(classes=(ClassStatus("standard", 500.0, 50.0, 0.9, 9, 9, 9),)),
         _sick(tenants=(TenantStatus("acme", 1.0, 30),), queued=30),
         _sick(_core(prompt_tokens_total=_readings((9_000, 2_000, "source=computed"), (9_000, 2_000, "source=cached")))),

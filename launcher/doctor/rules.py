@@ -135,7 +135,7 @@ def _fullest(seen: Snapshot, role: str) -> str:
     return f"{one.name} has {one.kv_blocks_used:,} of {one.kv_blocks:,} blocks in use" if one is not None else ""
 
 
-BUSY: Final = 0.85  # share of the time in which a role computes
+BUSY: Final = 0.75  # share of the time in which a role computes
 IDLE: Final = 0.4
 _DECODE_FULL: Final = ("full", "no_decode_sequences", "no_decode_kv", "tpot_target")
 
@@ -192,13 +192,15 @@ def cold_cache(seen: Snapshot) -> Findings:
 
 WAITING_MIN: Final = 8
 HOT_SHARE: Final = 0.6  # of all waiting requests
+OTHERS_SHARE: Final = 0.1  # of the service: a tenant with less, and nothing that waits, has nothing to lose
 
 
 def hot_tenant(seen: Snapshot) -> Findings:
     tenants = seen.report.tenants
     waiting = sum(one.waiting for one in tenants)
     hot = max(tenants, key=lambda one: one.waiting, default=None)
-    if hot is not None and len(tenants) > 1 and hot.waiting >= max(HOT_SHARE * waiting, WAITING_MIN):
+    others = [one for one in tenants if one is not hot and (one.waiting or one.share >= OTHERS_SHARE)]
+    if hot is not None and others and hot.waiting >= max(HOT_SHARE * waiting, WAITING_MIN):
         own = f"{hot.waiting:,} of {waiting:,} waiting requests are its own"
         yield Finding("hot_tenant", hot.name, "likely", (own, f"it gets {hot.share:.0%} of the service"))
 

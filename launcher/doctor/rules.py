@@ -1,7 +1,7 @@
 """The rules of `crossdock doctor`. Each looks at a snapshot and yields what is wrong, if anything. Pure.
 
 A rule reports a fault only if its figures are far from those of a healthy cluster, since a false alarm costs an operator more
-than a second look. What it needs to see is beside the rule, as a constant.
+than a second look. Its thresholds are constants beside it.
 """
 
 from collections import defaultdict

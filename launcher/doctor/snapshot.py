@@ -1,4 +1,4 @@
-"""What the rules of `crossdock doctor` look at: a status, and two readings of each process's metrics. Pure."""
+"""The snapshot that the rules of `crossdock doctor` look at: a status, and two readings of each process. Pure."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping

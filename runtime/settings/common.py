@@ -51,10 +51,7 @@ class ClientSettings(CommonSettings):
         " ORG/NAME@REVISION.",
     )
     model_id: str = Field(
-        "",
-        max_length=512,
-        description="Model name that clients use; empty: the folder's name or ORG/NAME.",
-        json_schema_extra={"aliases": ["--served-model-name"]},
+        "", max_length=512, description="Model name that clients use; empty: the folder's name or ORG/NAME."
     )
     advertise: AdvertisedAddress = Field(
         "",

@@ -42,12 +42,7 @@ class ServeSettings(KeyOptions):
         description="Folder, ORG/NAME or ORG/NAME@REVISION of the model; empty: the embedded SmolLM2-135M-Instruct.",
         json_schema_extra={"also_argument": "MODEL"},
     )
-    model_id: str = Field(
-        "",
-        max_length=512,
-        description="Model name that clients use; empty: taken from the model.",
-        json_schema_extra={"aliases": ["--served-model-name"]},
-    )
+    model_id: str = Field("", max_length=512, description="Model name that clients use; empty: taken from the model.")
     prefill: int = Field(1, ge=0, le=64, description="Number of prefill workers; with --mixed, 0 unless it is given.")
     decode: int = Field(1, ge=0, le=64, description="Number of decode workers; with --mixed, 0 unless it is given.")
     mixed: int = Field(

@@ -1,4 +1,4 @@
-"""The words of `crossdock doctor` for each cause: the fault, and the change that helps. `{where}` is a worker, tenant or class."""
+"""The words of `crossdock doctor` for each cause: the fault, and what helps. `{where}` is a worker, tenant or class."""
 
 from typing import Final
 

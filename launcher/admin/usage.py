@@ -118,7 +118,7 @@ def run(settings: UsageSettings) -> int:
         tenants = read_tenants(Path(settings.tenants).expanduser()) if settings.tenants else None
     except TenantsError as error:
         raise SettingsError("\n".join(f"--tenants: {line}" for line in str(error).splitlines())) from None
-    # What a limit has left depends on an organisation's other users, too.
+    # An organisation's other users take from its limits, too.
     entries = read(settings.model_copy(update={"tenant": settings.tenant.partition("/")[0]}) if tenants else settings)
     if tenants is not None:
         add_limits(entries, tenants, f"{datetime.now(UTC):%Y-%m-%d}")

@@ -1,5 +1,6 @@
 """Tenants' accounts: their rights by the tenants file, the bills of their requests, and goodput. Pure."""
 
+from collections import Counter
 from collections.abc import Container
 from dataclasses import replace
 from math import ceil
@@ -97,6 +98,8 @@ class Accounts:
         self.classes_lowest_first = _lowest_first(limits)
         self.billing = Billing(open_tenants(), limits.remembered_s, limits.remembered_max)
         self.goodput = Goodput()
+        self.over_quota: Counter[tuple[str, str]] = Counter()
+        """Requests refused by tenant, for which limit of the tenants file."""
 
     def configure(self, event: Configured, now: float) -> None:
         """Put a tenants file in force. Live requests stay in the priority class they came in, even if the file no longer has
@@ -161,6 +164,7 @@ class Accounts:
             fingerprint=request.fingerprint,
         )
         if isinstance(opened, Denial):
+            self.over_quota[submit.tenant, opened.limit] += 1
             # A few seconds of jitter keep those who were told the same from coming back together.
             part = crc32(submit.request_id.encode()) / (1 << 32)
             wait_s = opened.retry_after_s + JITTER * min(opened.retry_after_s, JITTERED_MAX_S) * part

@@ -69,6 +69,16 @@ TABLE: Final[Table] = {
     "down": Command(
         "Stop what crossdock up runs on this host", "launcher.cluster.settings:DownSettings", "launcher.cluster.up:down"
     ),
+    "stop": Command(
+        "Stop a cluster that crossdock serve or up runs on this machine.",
+        "launcher.local.detached:StopSettings",
+        "launcher.local.detached:stop",
+    ),
+    "restart": Command(
+        "Stop a cluster that crossdock serve --detach has started, and start it again with the same options.",
+        "launcher.local.detached:RestartSettings",
+        "launcher.local.detached:restart",
+    ),
     "cluster": CommandGroup(
         "A cluster on several machines, described in one file.",
         {
@@ -113,6 +123,19 @@ TABLE: Final[Table] = {
         "launcher.admin.status:StatusSettings",
         "launcher.admin.status:run",
     ),
+    "top": Command(
+        "Show workers with their load and KV, the queue, and tenants, refreshed each second",
+        "launcher.admin.top:TopSettings",
+        "launcher.admin.top:run",
+    ),
+    "doctor": Command(
+        "Find out what is wrong with a cluster", "launcher.doctor.run:DoctorSettings", "launcher.doctor.run:run"
+    ),
+    "logs": Command(
+        "Show the logs of a cluster that crossdock serve or up runs on this machine, or ran last",
+        "launcher.admin.logs:LogsSettings",
+        "launcher.admin.logs:run",
+    ),
     "drain": Command(
         "Place nothing new on a worker.", "launcher.admin.drain:DrainSettings", "launcher.admin.drain:run"
     ),
@@ -123,6 +146,32 @@ TABLE: Final[Table] = {
     "usage": Command(
         "Show what tenants used, by day (UTC)", "launcher.admin.usage:UsageSettings", "launcher.admin.usage:run"
     ),
+    "config": CommandGroup(
+        "The options of commands and processes.",
+        {
+            "show": Command(
+                "Show the values of all options of a command or a running process, and where each comes from.",
+                "launcher.config:ConfigShowSettings",
+                "launcher.config:show",
+            )
+        },
+    ),
+    "models": CommandGroup(
+        "The models on this machine.",
+        {
+            "pull": Command(
+                "Fetch a model, so that crossdock serve starts without the network.",
+                "launcher.models.commands:PullSettings",
+                "launcher.models.commands:pull",
+            ),
+            "list": Command(
+                "List the models that were fetched to this machine, with their folders and sizes.",
+                "launcher.models.commands:ListModelsSettings",
+                "launcher.models.commands:show_list",
+            ),
+        },
+    ),
+    "chat": Command("Talk to a model in the terminal", "launcher.chat:ChatSettings", "launcher.chat:run"),
     "tenants": CommandGroup(
         "Check a tenants file, or make a key for it.",
         {

@@ -48,6 +48,7 @@ FOLDERS_MAY_IMPORT = {
         "batch": "http local",
         "bench": "http load local models",
         "cluster": "http load local models",
+        "doctor": "admin http local",
         "http": "",
         "load": "http",
         "local": "http models",

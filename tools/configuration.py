@@ -9,7 +9,7 @@ from pydantic.fields import FieldInfo
 from launcher.commands import TABLE
 from runtime.settings.command_line import commands_in
 from runtime.settings.option_help import OTHER_PANEL, in_panel_order, panels_of
-from runtime.settings.options import CONFIG_ENV, bounds, option_name
+from runtime.settings.options import CONFIG_ENV, aliases_of, bounds, option_name
 from runtime.settings.types import ENV_PREFIX, Options
 
 FOLDER = "docs/configuration"
@@ -71,6 +71,7 @@ def _page(name: str, cls: type[Options]) -> str:
 def _row(key: str, field: FieldInfo) -> str:
     meaning = (field.description or "") + (f" ({limits})" if (limits := bounds(field)) else "")
     extra, option = field.json_schema_extra, f"`{option_name(key, field)}`"
+    option += "".join(f", `{alias}`" for alias in aliases_of(field))
     if field.default is True:
         option = f"`--{key.replace('_', '-')} / {option[1:]}"
     if isinstance(extra, dict) and "also_argument" in extra:

@@ -18,7 +18,7 @@ from coordinator.state import State
 from proto.messages import Role
 from proto.status import StatusReport
 from runtime.metrics.registry import LATENCY_S, Labels, MetricsRegistry
-from runtime.metrics.tenant_labels import OTHER, TenantLabels
+from runtime.metrics.tenant_labels import OTHER, TENANTS_MAX, TenantLabels
 from scheduler.lifecycle import RequestState
 from scheduler.placement.steps import decode_limits
 from scheduler.waiting.queue import WaitQueue
@@ -361,6 +361,13 @@ class CoordinatorMetrics:
             "Requests that wait.",
             "tenant",
             lambda: summed((one.tenant, one.waiting) for _, one in self._services),
+        )
+        registry.read(
+            "counter",
+            PREFIX + "tenant_over_quota",
+            "Requests refused for a limit of the tenants file, for the 50 tenants and limits with the most.",
+            ("tenant", "limit"),
+            lambda: self._core.accounts.over_quota.most_common(TENANTS_MAX),
         )
         registry.read(
             "gauge",

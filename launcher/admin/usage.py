@@ -1,11 +1,13 @@
 """`crossdock usage`: what tenants used, from the coordinator's ledger, by day."""
 
+import csv
 import json
 import sqlite3
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import closing
-from datetime import date
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -16,7 +18,10 @@ from rich.console import Console
 from launcher import tables
 from launcher.local import registry
 from proto.errors import CrossdockError
+from runtime.settings.options import SettingsError
 from runtime.settings.types import JsonOption
+from runtime.tenancy.file import read as read_tenants
+from runtime.tenancy.tenants import Tenants, TenantsError
 
 _BUSY_TIMEOUT_S = 5.0
 _QUERY = """
@@ -63,6 +68,10 @@ class UsageSettings(JsonOption):
     db: str = Field("", description="The ledger; empty: where crossdock serve --tenants writes.")
     since: Day = Field("", description="This day and all after it, as 2026-11-21; empty: all days.")
     tenant: str = Field("", description="One tenant, or an organisation with its users.")
+    tenants: str = Field(
+        "", description="The tenants file: also show limits, and what is left of tokens_per_day today."
+    )
+    as_csv: bool = Field(False, description="Print CSV on stdout.", json_schema_extra={"option": "--csv"})
 
 
 def read(settings: UsageSettings) -> list[dict[str, Any]]:
@@ -87,10 +96,46 @@ def read(settings: UsageSettings) -> list[dict[str, Any]]:
     return list(entries.values())
 
 
+def add_limits(entries: Sequence[dict[str, Any]], tenants: Tenants, today: str) -> None:
+    """Adds each tenant's own limits, and the tokens that its limits and its organisation's leave it today."""
+    used: Counter[str] = Counter()
+    for entry in entries:
+        if entry["day"] == today:
+            organisation, _, _ = entry["tenant"].partition("/")
+            used.update(dict.fromkeys({organisation, entry["tenant"]}, entry["charged_tokens"]))
+    for entry in entries:
+        policy = tenants.policy(entry["tenant"])
+        levels = policy.levels if policy is not None else ()
+        own = vars(levels[0].limits) if levels else {}
+        entry["limits"] = {name: value for name, value in own.items() if value is not None}
+        left = [most - used[level.name] for level in levels if (most := level.limits.tokens_per_day) is not None]
+        entry["left_today"] = max(min(left), 0) if left and entry["day"] == today else None
+
+
 def run(settings: UsageSettings) -> int:
-    entries = read(settings)
+    """Raises `NoLedger` or `SettingsError`."""
+    try:
+        tenants = read_tenants(Path(settings.tenants).expanduser()) if settings.tenants else None
+    except TenantsError as error:
+        raise SettingsError("\n".join(f"--tenants: {line}" for line in str(error).splitlines())) from None
+    # An organisation's other users take from its limits, too.
+    entries = read(settings.model_copy(update={"tenant": settings.tenant.partition("/")[0]}) if tenants else settings)
+    if tenants is not None:
+        add_limits(entries, tenants, f"{datetime.now(UTC):%Y-%m-%d}")
+        entries = (
+            [entry for entry in entries if f"{entry['tenant']}/".startswith(f"{settings.tenant}/")]
+            if settings.tenant
+            else entries
+        )
     if settings.as_json:
         sys.stdout.write(json.dumps(entries, indent=2) + "\n")
+    elif settings.as_csv:
+        more = ["limits", "left_today"] if tenants is not None else []
+        writer = csv.DictWriter(sys.stdout, [*_COLUMNS, "outcomes", *more], lineterminator="\n")
+        writer.writeheader()
+        for entry in entries:
+            texts = {key: _counts(entry[key]) for key in ("outcomes", "limits") if key in entry}
+            writer.writerow(entry | texts)
     else:
         show(entries, tables.console())
     return 0
@@ -99,15 +144,23 @@ def run(settings: UsageSettings) -> int:
 def show(entries: Iterable[dict[str, Any]], console: Console) -> None:
     counted = ("requests", "charged", "prompt", "cached", "output")
     timed = ("queue ms", "prefill ms", "transfer ms", "decode ms")
-    table = tables.Table("Usage, in tokens", "day", "tenant", *counted, *timed, tables.words("ended as"), keys=2)
+    entries = list(entries)
+    has_limits = any("limits" in entry for entry in entries)
+    more = (tables.words("limits"), "left today") if has_limits else ()
+    table = tables.Table("Usage, in tokens", "day", "tenant", *counted, *timed, tables.words("ended as"), *more, keys=2)
     for entry in entries:
         counts = [f"{entry[key]:,}" for key in ("requests", "charged_tokens")]
         counts += [f"{entry[f'{kind}_tokens']:,}" for kind in ("prompt", "cached", "output")]
         means = [entry[f"{phase}_ms_mean"] for phase in ("queue", "prefill", "transfer", "decode")]
-        outcomes = ", ".join(f"{count:,} {name}" for name, count in sorted(entry["outcomes"].items()))
         times = ("-" if ms is None else f"{ms:,.0f}" for ms in means)
-        table.row(entry["day"], entry["tenant"], *counts, *times, outcomes)
+        left = entry.get("left_today")
+        limits = (_counts(entry["limits"]), "-" if left is None else f"{left:,}") if has_limits else ()
+        table.row(entry["day"], entry["tenant"], *counts, *times, _counts(entry["outcomes"]), *limits)
     if table.rows:
         table.show(console)
     else:
         console.print("Nothing was used.")
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in sorted(counts.items()))

@@ -18,8 +18,9 @@ from launcher.cluster.settings import (
     LaunchStatusSettings,
     LaunchUpSettings,
 )
-from launcher.cluster.up import DOWN_S, read_file
+from launcher.cluster.up import read_file
 from launcher.local.child_logs import readable
+from launcher.local.detached import STOP_S
 from runtime.process.output import Output
 from runtime.settings.options import SettingsError
 
@@ -149,7 +150,7 @@ def _down(site: HostSite, console: Console, keep_logs: bool) -> bool:
     well = True
     for stage in range(3):
         scripts = {name: script.format(name) for name in site.file.hosts if _stage(site.file, name) == stage}
-        for answer in site.run_all(scripts, timeout_s=DOWN_S + _SHORT_S):
+        for answer in site.run_all(scripts, timeout_s=STOP_S + _SHORT_S):
             console.print(answer.output, markup=False)
             well &= answer.status == 0
     return well

@@ -1,13 +1,8 @@
 """`crossdock up` and `crossdock down`: one host's part of the cluster that a `cluster.toml` describes."""
 
 import asyncio
-import os
-import select
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,14 +17,14 @@ from launcher.cluster.plan import HostPlan, PlannedProcess, as_keys, coordinator
 from launcher.cluster.settings import DownSettings, UpSettings
 from launcher.http.client import answers_ready, new_session
 from launcher.local import registry
+from launcher.local.detached import STOP_S, NotUp, end, start_detached
 from launcher.local.lifetime import run_until_stopped, sayer, wait_ready
-from launcher.local.notify_listener import NotifySocket
 from launcher.local.supervisor import ProcessSpec, Supervisor
 from launcher.models import resolve
 from launcher.models.hub import ModelError
 from launcher.process import child_environment, python_command
 from proto.errors import CrossdockError
-from runtime.process import interrupts, notify
+from runtime.process import notify
 from runtime.process.exits import ConfigError
 from runtime.settings.environment import SUPERVISED
 from runtime.settings.options import SettingsError
@@ -39,17 +34,11 @@ from runtime.settings.types import ENV_PREFIX
 STOP_STAGES = {"autopilot": 0, "gateway": 0, "prefill": 1, "decode": 1, "mixed": 1, "coordinator": 2}
 """Gateways stop first, because they end the streams; then the workers, and the coordinator last, so that it hears of
 everything."""
-DOWN_S = 60.0
 LOG = "up.log"
-_TAIL_LINES = 30
 
 
 class RunsAlready(CrossdockError):
     """This host's part of the cluster is up already."""
-
-
-class NotUp(CrossdockError):
-    """The cluster did not get ready."""
 
 
 @dataclass(frozen=True)
@@ -211,37 +200,8 @@ def _detach(settings: UpSettings, at: ClusterHost, console: Console) -> int:
     log = at.folder / LOG
     arguments = [str(Path(settings.cluster_file).expanduser().resolve()), "--host", at.host]
     arguments += ["--ready-timeout-s", str(settings.ready_timeout_s), *(["--verbose"] if settings.verbose else [])]
-    with NotifySocket() as heard, log.open("wb") as output:
-        process = subprocess.Popen(
-            python_command("launcher.cli", "up", *arguments),
-            env=child_environment(1) | {"NOTIFY_SOCKET": heard.address},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        ended = os.pidfd_open(process.pid)
-        try:
-            # A model may have to be fetched first, so there is no timeout here: the process itself gives up.
-            with console.status(f"{at.host}: starting"):
-                while True:
-                    readable, _, _ = select.select([heard.fileno(), ended], [], [])
-                    if "READY=1" in heard.heard(process.pid):
-                        console.print(f"{at.host} of {at.file.name} is up (pid {process.pid})", highlight=False)
-                        return 0
-                    if ended in readable:
-                        break
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
-        finally:
-            os.close(ended)
-    status = process.wait()
-    sys.stderr.write("\n".join(log.read_text("utf-8", "replace").splitlines()[-_TAIL_LINES:]) + "\n")
-    if status == 0 or status in interrupts.STATUSES:
-        raise NotUp(f"{at.host} was stopped before it was ready")
-    return status
+    _, status = start_detached(("up", *arguments), child_environment(1), log, f"{at.host} of {at.file.name}", console)
+    return status or 0
 
 
 # --- down -------------------------------------------------------------------------------------------------------------
@@ -254,31 +214,12 @@ def down(settings: DownSettings) -> int:
     note = registry.running(at.folder)
     if note is None:
         console.print(f"{at.host} of {at.file.name} is not up", highlight=False)
-    elif _end(note.pid):
+    elif end(note.pid):
         console.print(f"{at.host} of {at.file.name} is down", highlight=False)
     else:
-        console.print(f"{at.host} of {at.file.name} did not stop within {DOWN_S:.0f} s and was killed", highlight=False)
+        console.print(f"{at.host} of {at.file.name} did not stop within {STOP_S:.0f} s and was killed", highlight=False)
     _clean(at.folder, settings.keep_logs)
     return 0
-
-
-def _end(pid: int) -> bool:
-    """Sends SIGTERM, and after a while SIGKILL, after which the kernel kills the processes that it has started. Returns
-    whether SIGTERM was enough."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        for number, wait_s in ((signal.SIGTERM, DOWN_S), (signal.SIGKILL, 5.0)):
-            signal.pidfd_send_signal(descriptor, number)
-            if select.select([descriptor], [], [], wait_s)[0]:
-                return number is signal.SIGTERM
-    except ProcessLookupError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _clean(folder: Path, keep_logs: bool) -> None:

@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from launcher.http.client import RequestFailed, events
-from launcher.local import cluster, ports
+from launcher.local import cluster, detached, ports
 from launcher.local.lifetime import Running, run_until_stopped, running
 from launcher.local.registry import default_batch_db
 from launcher.models import resolve
 from launcher.models.resolve import ReadyModel
 from proto.errors import CrossdockError
-from runtime.process import clock
+from runtime.process import clock, notify
 from runtime.settings.serve import ServeSettings
 
 QUESTION = "What is the capital of France?"
@@ -33,6 +33,8 @@ class AnswerFailed(CrossdockError):
 def run(settings: ServeSettings) -> int:
     """Raises `CrossdockError`, `SettingsError` among them, with what to tell the user."""
     console = Console()
+    if settings.detach:
+        return detached.serve(settings, console)
     started_at = clock.now()
     ports.check(settings)  # report a taken port before a model is fetched for minutes
 
@@ -63,10 +65,13 @@ async def _serve(settings: ServeSettings, model: ReadyModel, console: Console, s
         if settings.once:
             return 0
         _invite(up, model, settings, console)
+        notify.ready(f"serves {model.model_id}")
         try:
             await up.supervisor.wait_failed()
         except asyncio.CancelledError:
             return 0  # the proper end of serving
+        finally:
+            notify.stopping()
     return 1
 
 

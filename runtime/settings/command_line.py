@@ -32,7 +32,7 @@ from runtime.settings.option_help import (
     panels_of,
     value_name,
 )
-from runtime.settings.options import CONFIG_ENV, SettingsError, load, option_name, where_given
+from runtime.settings.options import CONFIG_ENV, SettingsError, aliases_of, load, option_name, where_given
 from runtime.settings.types import ENV_PREFIX, Options
 
 S = TypeVar("S", bound=Options)
@@ -113,7 +113,8 @@ def _parameters(key: str, field: FieldInfo, panel: str, *, hidden: bool) -> Iter
     else:
         # Text as it comes: the settings class is the one place that converts and checks, whatever the source.
         kind: Any = list[str] | None if field.annotation == list[str] else str | None
-        yield parameter(key, Annotated[kind, typer.Option(option, metavar=value_name(key, field), **shown)])
+        names = (option, *aliases_of(field))
+        yield parameter(key, Annotated[kind, typer.Option(*names, metavar=value_name(key, field), **shown)])
 
 
 def _argument_name(key: str) -> str:

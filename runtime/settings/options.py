@@ -47,6 +47,12 @@ def option_name(field_name: str, field: FieldInfo) -> str:
     return ("--no-" if field.default is True else "--") + field_name.replace("_", "-")
 
 
+def aliases_of(field: FieldInfo) -> tuple[str, ...]:
+    """Returns other names of an option on the command line: those that vLLM has for it."""
+    extra: Any = field.json_schema_extra
+    return tuple(extra.get("aliases", ())) if isinstance(extra, dict) else ()
+
+
 def where_given(option: str) -> str:
     """Returns where an option that a command does not have can be given; empty: nowhere."""
     for section, cls in SECTIONS.items():
@@ -91,6 +97,11 @@ def load(cls: type[S], flags: Mapping[str, Any], config: str = "") -> S:
 
     Raises `SettingsError`.
     """
+    return checked(cls, *merged_values(cls, flags, config))
+
+
+def merged_values(cls: type[Options], flags: Mapping[str, Any], config: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the values that are given, and where those come from that are no flags. Raises `SettingsError`."""
     path = config or os.environ.get(CONFIG_ENV, "")
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -103,7 +114,7 @@ def load(cls: type[S], flags: Mapping[str, Any], config: str = "") -> S:
     for key, value in flags.items():
         merged[key] = value
         sources.pop(key, None)
-    return checked(cls, merged, sources)
+    return merged, sources
 
 
 def checked(cls: type[S], values: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> S:

@@ -35,7 +35,7 @@ class ServeSettings(KeyOptions):
         "Autopilot": "autopilot profile slo_ttft_ms slo_tpot_ms",
         "Network and keys": "host port api_keys keys metrics",
         "Tenants and records": "tenants usage_db event_log batch_db",
-        "First question and output": "once verbose",
+        "First question and output": "once detach verbose",
     }
     model: str = Field(
         "",
@@ -105,6 +105,9 @@ class ServeSettings(KeyOptions):
     )
     kv_gib: float = Field(2.0, gt=0.0, le=16_384.0, description="Size of each worker's KV cache in GiB.")
     once: bool = Field(False, description="Stop after that answer: status 0 if it came, 1 if not.")
+    detach: bool = Field(
+        False, description="Return once it serves; it runs on until crossdock stop. crossdock logs shows its output."
+    )
     ready_timeout_s: float = Field(
         180.0, gt=0.0, le=86_400.0, description="Seconds the cluster may take to be ready, once the model is on disk."
     )

@@ -106,7 +106,13 @@ class WorkerSettings(ClientSettings):
     kv_tier_folder: str = Field(
         "", max_length=4096, description="Folder for the file of --kv-tier-gib. Empty: that for temporary files."
     )
-    max_seqs: int = Field(64, ge=1, le=65_536, description="Most sequences at once. More slow each stream down.")
+    max_seqs: int = Field(
+        64,
+        ge=1,
+        le=65_536,
+        description="Most sequences at once. More slow each stream down.",
+        json_schema_extra={"aliases": ["--max-num-seqs"]},
+    )
     step_tokens_max: int = Field(
         2048,
         ge=1,

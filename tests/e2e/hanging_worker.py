@@ -1,5 +1,6 @@
 """A worker of the role named in $HANG_ROLE, whose compute thread hangs in its next step once the file $HANG_WHEN exists, as in
-a driver that never returns. Started by a test in place of `python -m decode_worker`; nothing in the product knows of it."""
+a driver that never returns, or fails in it if the file says "fail". Started by a test in place of `python -m decode_worker`;
+nothing in the product knows of it."""
 
 import os
 import threading
@@ -17,7 +18,9 @@ def run(settings: WorkerSettings) -> int:
     run_step = driver.run_step
 
     def hangs(*arguments: Any) -> Any:
-        if Path(os.environ["HANG_WHEN"]).exists():
+        if (when := Path(os.environ["HANG_WHEN"])).exists():
+            if when.read_text() == "fail":
+                raise RuntimeError("a planted fault of the model")
             threading.Event().wait()
         return run_step(*arguments)
 

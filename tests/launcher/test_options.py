@@ -10,7 +10,7 @@ from runtime.settings.command_line import add_command, invoke, new_app, parse
 from runtime.settings.cores import parse_cores
 from runtime.settings.options import SettingsError, load, option_name, to_arguments
 from runtime.settings.roles import CoordinatorSettings, GatewaySettings
-from runtime.settings.serve import ServeSettings
+from runtime.settings.serve import EveryServeOption, ServeSettings
 from runtime.settings.types import model_id_of
 from runtime.settings.workers import WorkerSettings
 
@@ -116,6 +116,26 @@ def test_direct_instances_ignore_environment(monkeypatch: pytest.MonkeyPatch) ->
     """Settings constructed directly ignore the environment."""
     monkeypatch.setenv("CROSSDOCK_PORT", "1")
     assert GatewaySettings(model="m").port == 8000
+
+
+def test_vllm_names_are_understood() -> None:
+    """Options that users of vLLM type have vLLM's names, too, and processes get our own."""
+    words = [
+        "--role",
+        "decode",
+        "--model",
+        "m",
+        "--max-num-seqs",
+        "7",
+        "--served-model-name",
+        "small",
+        "--max-model-len",
+        "99",
+    ]
+    settings = parse(WorkerSettings, words)
+    assert (settings.max_seqs, settings.max_model_len) == (7, 99)
+    assert vars(parse(EveryServeOption, words[4:]))["max_seqs"] == 7
+    assert "--max-seqs" in to_arguments(settings) and "--max-num-seqs" not in to_arguments(settings)
 
 
 def test_arguments_restore_the_settings() -> None:

@@ -1,6 +1,7 @@
 """`crossdock usage` and `crossdock tenants`, and how `serve` hands a tenants file on."""
 
 import asyncio
+import csv
 import hashlib
 import io
 import json
@@ -17,7 +18,7 @@ from rich.console import Console
 from coordinator.accounting.billing import Closed, Entry, Opened
 from coordinator.accounting.ledger import Ledger
 from coordinator.accounting.quota import Ask
-from launcher.admin.usage import NoLedger, UsageSettings, read, show
+from launcher.admin.usage import NoLedger, UsageSettings, add_limits, read, run, show
 from launcher.local import cluster as clusters
 from launcher.process import child_environment
 from runtime.settings.options import SettingsError
@@ -59,6 +60,27 @@ def event_log(tmp_path: Path) -> str:
 
     asyncio.run(body())
     return str(path)
+
+
+def test_usage_shows_limits_and_what_is_left(event_log: str, tmp_path: Path) -> None:
+    """Limits are those of the tenants file; what is left today is the least that tenant or organisation leaves."""
+    entries = read(UsageSettings(db=event_log))
+    tenants = parse(
+        "[tenants.acme.limits]\ntokens_per_day = 500\nconcurrency = 4\n"
+        "[tenants.acme.users.ann]\nlimits = { tokens_per_day = 400 }\n"
+    )
+    add_limits(entries, tenants, "2026-11-21")
+    found = {(entry["day"], entry["tenant"]): (entry["limits"], entry["left_today"]) for entry in entries}
+    assert found["2026-11-21", "acme/ann"] == ({"tokens_per_day": 400}, 20)  # 480 of 500 are used by acme, 330 by ann
+    assert found["2026-11-21", "acme"] == ({"tokens_per_day": 500, "concurrency": 4}, 20)
+    assert found["2026-11-22", "acme/ann"][1] is None and found["2026-11-21", "acmeologists"] == ({}, None)
+
+
+def test_usage_as_csv(event_log: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """CSV has a header and a line for each day and tenant."""
+    assert run(UsageSettings(db=event_log, as_csv=True)) == 0
+    first, *rows = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert len(rows) == 3 and first["tenant"] == "acme" and first["outcomes"] == "1 open"
 
 
 def test_usage_sums_include_open_requests(event_log: str) -> None:

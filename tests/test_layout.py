@@ -48,7 +48,7 @@ FOLDERS_MAY_IMPORT = {
         "simulate": "load",
         "tuning": "bench http load local models",
     },
-    "tuning": {"estimates": "simulator", "simulator": ""},
+    "tuning": {"estimates": "simulator", "play": "simulator", "simulator": ""},
     "runtime": {
         "grammar": "",
         "link": "process settings",

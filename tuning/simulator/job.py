@@ -43,6 +43,7 @@ class SimulatedRequest:
     __slots__ = (
         "_patience_s",
         "at_s",
+        "attempt",
         "blocks",
         "cached",
         "chunks",
@@ -77,7 +78,7 @@ class SimulatedRequest:
         step_tokens: int,
         priority_classes: Mapping[str, PriorityClass] = DEFAULT_PRIORITY_CLASSES,
     ) -> None:
-        self.number, self.sent, self.at_s = number, sent, sent.at_s
+        self.number, self.sent, self.at_s, self.attempt = number, sent, sent.at_s, 1
         self.submitted_s = sent.at_s
         self.prompt, self.output, self.blocks = sent.prompt_tokens, sent.forwarded_tokens, sent.blocks
         self.output_max = sent.output_tokens  # known to the coordinator; the client may leave earlier

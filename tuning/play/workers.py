@@ -7,7 +7,7 @@ from math import inf
 from proto.messages import Chunk, Step
 from proto.progress import DecodeProgress, Joined
 from scheduler.request import Request
-from scheduler.step_pace import StepLimits
+from scheduler.step_times import StepLimits
 from scheduler.workers.worker import DecodeWorker, PrefillWorker
 from tuning.profile import DecodeCost, PrefillCost, ProfileCapacity
 from tuning.simulator.batch import SimulatedBatch

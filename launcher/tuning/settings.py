@@ -125,7 +125,7 @@ class TuneSettings(TrafficSettings):
     """
 
     panels: ClassVar[Panels] = {
-        "Candidates": "workers mixed own_hardware step_tokens seqs_max",
+        "Candidates": "workers mixed own_hardware step_tokens seqs_max quick",
         "Output": "out html as_json",
     }
     workers: int = Field(4, ge=1, le=64, description="Workers to share out: GPUs, or parts of a CPU.")
@@ -140,6 +140,10 @@ class TuneSettings(TrafficSettings):
     )
     seqs_max: Sizes = Field(
         default_factory=list, description="Most sequences of a decode batch to compare; empty: the profile's."
+    )
+    quick: bool = Field(
+        False,
+        description="Answer within half a minute, from an excerpt: with a wider error, and fewer ratios in the table.",
     )
     out: str = Field("", description="File for the recommendation, for crossdock tune check.")
     html: str = Field("", description="File for the report as one HTML page.")

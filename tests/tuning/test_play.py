@@ -1,6 +1,7 @@
 """Traffic played with the scheduler alone, against the virtual cluster with the whole core, its workers and every message."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -8,16 +9,55 @@ import pytest
 from coordinator.events import Limits
 from runtime.tenancy.priority_classes import PriorityClass
 from simulation.cluster.cluster import VirtualCluster
+from simulation.cluster.surroundings import Timing
 from simulation.load.sessions import LoadSession, SessionTurn
 from tests.tuning.profiles import GPU
-from tests.tuning.test_agreement import Measured, profile, traffic
 from tuning.advise import Slo, Workers
 from tuning.play.caches import PlayedCache, names
+from tuning.play.options import RunOptions
+from tuning.play.outcome import Floats
 from tuning.play.player import Player
+from tuning.play.request import Sent, clients_of
+from tuning.profile import Curve, DecodeCost, PrefillCost, Profile, ProfileCapacity, TransferCost
 from tuning.sessions import played
-from tuning.simulator.job import Sent, clients_of
-from tuning.simulator.options import RunOptions
-from tuning.simulator.outcome import Floats
+
+PREFILL, DECODE = Curve((1.0, 64.0, 256.0), (5.0, 8.0, 22.0)), Curve((1.0, 8.0, 64.0), (10.0, 12.0, 30.0))
+HAND_OVER_MS = 3.0
+
+
+@dataclass(frozen=True)
+class Measured(Timing):
+    hand_over_s: tuple[float, float] = (HAND_OVER_MS / 1000, HAND_OVER_MS / 1000)
+
+    def prefill_s(self, tokens: int) -> float:
+        return PREFILL(tokens) / 1000
+
+    def decode_s(self, streams: int) -> float:
+        return DECODE(streams) / 1000
+
+
+def profile(kv_blocks: int) -> Profile:
+    capacity = ProfileCapacity(kv_blocks, 16, 10**4)
+    return Profile(
+        PrefillCost(PREFILL),
+        DecodeCost(DECODE),
+        ProfileCapacity(1 << 16, 16, 10**4),
+        capacity,
+        TransferCost(HAND_OVER_MS),
+    )
+
+
+def traffic(per_s: float, count: int = 300, seed: int = 1, tenants: Sequence[str] = ("default",)) -> list[Sent]:
+    rng = np.random.default_rng(seed)
+    times = np.cumsum(rng.exponential(1 / per_s, count))
+    prompts = np.clip(rng.lognormal(5.5, 1.0, count), 4, 4000).astype(int)
+    outputs = np.clip(rng.lognormal(3.5, 0.8, count), 1, 400).astype(int)
+    names = rng.choice(list(tenants), count)
+    return [
+        Sent(at, int(p), int(o), (), str(name))
+        for at, p, o, name in zip(times.tolist(), prompts, outputs, names, strict=True)
+    ]
+
 
 PLAIN = Limits(kv_overcommit=1.0, priority_classes={"standard": PriorityClass()})
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from proto.limits import HASH_BYTES
-from tuning.simulator.job import Sent
+from tuning.play.request import Sent
 
 Parts = Sequence[tuple[int, bytes]]  # each with its names, in the order of the prompt
 

@@ -29,16 +29,15 @@ from scheduler.placement import paused_turns
 from scheduler.request import Request
 from scheduler.workers.worker import ROUND_TRIP_S, DecodeWorker, PrefillWorker, Worker
 from tuning.advise import Workers
-from tuning.play.caches import Namer, Parts, PlayedCache
+from tuning.play.batch import Batch
+from tuning.play.caches import Namer, Parts, PlayedCache, names
+from tuning.play.cores import PlayedHost
+from tuning.play.gaps import Gaps
+from tuning.play.options import RunOptions
+from tuning.play.outcome import PlayedOutcome, outcome_of
+from tuning.play.request import NOT_YET, PlayedRequest, Sent
 from tuning.play.workers import PlayedBatch, PlayedPrefill, computed
 from tuning.profile import HostCost, Profile, ProfileCapacity
-from tuning.simulator.batch import SimulatedBatch
-from tuning.simulator.cores import SimulatedHost
-from tuning.simulator.gaps import Gaps
-from tuning.simulator.job import NOT_YET, Sent, SimulatedRequest
-from tuning.simulator.options import RunOptions
-from tuning.simulator.outcome import SimulatedOutcome, outcome_of
-from tuning.simulator.prefill import SimulatedPrefillWorker
 
 MODEL = "m"
 SELDOM_S = 0.5  # between two reports of a decode worker that has room for all, while no report decides anything
@@ -54,10 +53,8 @@ class Player:
         self._profile, self._gaps, self.now = profile, Gaps(), 0.0
         self._step_tokens = options.step_tokens or profile.step_tokens
         limits = replace(options.limits, step_tokens=self._step_tokens)
-        self._jobs = [
-            SimulatedRequest(number, one, self._step_tokens, limits.priority_classes) for number, one in enumerate(sent)
-        ]
-        self._one_tenant = len({job.path for job in self._jobs}) < 2
+        self.jobs = [PlayedRequest(number, one) for number, one in enumerate(sent)]
+        self._one_tenant = len({job.path for job in self.jobs}) < 2
         self._state = State(limits)
         self._scheduler, self._cluster = self._state.scheduler, self._state.cluster
         self._prefill: dict[int, PlayedPrefill] = {}
@@ -65,12 +62,14 @@ class Player:
         self._caches: dict[int, PlayedCache] = {}
         self._namer = Namer(profile.prefill_capacity.block_size, options.block_tokens)
         self._parts: dict[int, Parts] = {}  # what live requests may leave in caches, by their numbers
+        most_blocks = self._shared_blocks(max((one.prompt_tokens for one in sent), default=0))
+        self._shared = names(0, 0, most_blocks)  # blocks that all prefill workers have, by `RunOptions.hit_rate`
         self._start_workers(workers)
         self._pool, self._queue = self._cluster.pools[MODEL], self._cluster.queues[MODEL]
         self.interrupted = 0  # streams that were cut short
         self._due: list[tuple[float, int, Handler, Any, Any]] = []
         self._pushed, self._wakes_at = 0, inf
-        self._host = SimulatedHost(profile, self._push_step, self._push_end)
+        self._host = PlayedHost(profile, self._push_step, self._push_end)
         host, transfer = profile.host, profile.transfer
         self._gap_s, self._join_s = host.step_gap_ms / 1000, host.join_ms / 1000
         self._request_s, self._request_token_s = host.request_ms / 1000, host.request_token_ms / 1000
@@ -87,7 +86,7 @@ class Player:
         for number in range(workers.decode):
             self._start_decode(profile.decode_capacity, "", workers.prefill + number)
         for number in range(workers.mixed):
-            whole, name = profile.decode_capacity, f"mixed-{number}"
+            whole, name = profile.decode_capacity, f"mixed-{number}" if self._options.slices else ""
             part = prefill_blocks(whole.kv_blocks, -(-whole.context_tokens // whole.block_size))
             rest = msgspec.structs.replace(whole, kv_blocks=max(whole.kv_blocks - part, 1))
             batch = self._start_decode(rest, name, workers.prefill + workers.decode + number)
@@ -95,11 +94,16 @@ class Player:
             self._start_prefill(msgspec.structs.replace(whole, kv_blocks=part), name, batch)
         self._cluster.refresh_eligibility(MODEL, 0.0)
 
+    def _shared_blocks(self, prompt_tokens: int) -> int:
+        return int(self._options.hit_rate * prompt_tokens) // self._profile.prefill_capacity.block_size
+
     def _start_prefill(self, capacity: ProfileCapacity, process: str, batch: PlayedBatch | None) -> None:
         number = batch.number if batch is not None else len(self._prefill)
         core = PrefillWorker(self._hello(Role.PREFILL, 1 + number, capacity, process))
         self._scheduler.worker_up(core, 0.0)
-        self._prefill[core.incarnation] = PlayedPrefill(number, core, capacity, self._profile.prefill, batch)
+        if self._shared:
+            self._cluster.pools[MODEL].locality.learn(core.incarnation, self._shared, b"")
+        self._prefill[core.incarnation] = PlayedPrefill(number, core, self._profile.prefill, batch)
         self._caches[core.incarnation] = PlayedCache()
 
     def _start_decode(self, capacity: ProfileCapacity, process: str, number: int) -> PlayedBatch:
@@ -127,8 +131,8 @@ class Player:
         self._pushed += 1
         heappush(self._due, (when_s, self._pushed, handler, what, also))
 
-    def run(self) -> SimulatedOutcome:
-        due, jobs = self._due, (job for job in self._jobs if job.sent.follows < 0)
+    def run(self) -> PlayedOutcome:
+        due, jobs = self._due, (job for job in self.jobs if job.sent.follows < 0)
         job = next(jobs, None)
         while job is not None or due:
             if job is not None and (not due or job.at_s <= due[0][0]):
@@ -141,12 +145,7 @@ class Player:
             self._decide()
         host = HostCost() if self._host.talks else self._profile.host
         return outcome_of(
-            self._jobs,
-            self._prefill.values(),
-            self._decode.values(),
-            self._gaps,
-            host.request_ms,
-            host.request_token_ms,
+            self.jobs, self._prefill.values(), self._decode.values(), self._gaps, host.request_ms, host.request_token_ms
         )
 
     def _decide(self) -> None:
@@ -215,7 +214,7 @@ class Player:
             min(max(progress.sent_blocks - new_blocks, 0), has_blocks) * worker.block_size, self.now, self._token_s
         )
 
-    def _keep(self, worker: Worker, job: SimulatedRequest, tokens: int) -> None:
+    def _keep(self, worker: Worker, job: PlayedRequest, tokens: int) -> None:
         """Keeps the first blocks of a request's prompt and answer in a worker's cache, and tells the scheduler."""
         parts, left = self._parts.get(job.number), tokens // worker.capacity.block_size * HASH_BYTES
         if not parts:
@@ -234,23 +233,23 @@ class Player:
         if inserted or evicted:
             self._pool.locality.learn(worker.incarnation, inserted, evicted)
 
-    def _job(self, request: Request) -> SimulatedRequest:
-        return self._jobs[int(request.id)]
+    def _job(self, request: Request) -> PlayedRequest:
+        return self.jobs[int(request.id)]
 
     # --- requests -------------------------------------------------------------------------------------------------------
 
-    def _talk(self, job: SimulatedRequest) -> None:
+    def _talk(self, job: PlayedRequest) -> None:
         if self._host.talks:
             alone_s = self._request_s + self._request_token_s * job.prompt
             self._at(self._host.talk(alone_s, self.now), self._talked, job)
         else:
             self._submit(job)
 
-    def _talked(self, job: SimulatedRequest, _: object) -> None:
+    def _talked(self, job: PlayedRequest, _: object) -> None:
         self._host.talked(self.now)
         self._submit(job)
 
-    def _submit(self, job: SimulatedRequest) -> None:
+    def _submit(self, job: PlayedRequest) -> None:
         state, now, sent = self._state, self.now, job.sent
         job.submitted_s, state.now = now, now
         hashes = b""
@@ -258,6 +257,8 @@ class Player:
             self._parts[job.number] = parts = self._namer.parts(sent, job.number)
             whole = b"".join(blocks for _, blocks in parts)
             hashes = whole[: sent.prompt_tokens // self._profile.prefill_capacity.block_size * HASH_BYTES]
+        elif self._shared:
+            hashes = self._shared[: self._shared_blocks(sent.prompt_tokens) * HASH_BYTES]
         submit = Submit(
             str(job.number), 1, MODEL, job.prompt, Sampling(job.output_max), 1,
             tenant=sent.tenant, priority_class=sent.priority, block_hashes=hashes,
@@ -292,7 +293,7 @@ class Player:
 
     def _release_everywhere(self, key: tuple[str, int]) -> None:
         """Frees what an attempt that is over has on workers."""
-        job = self._jobs[int(key[0])]
+        job = self.jobs[int(key[0])]
         for incarnation in list(self._cluster.where.get(key, ())):
             batch = self._decode.get(incarnation)
             emitted = batch.leave(job, self.now) if batch is not None else 0
@@ -308,14 +309,14 @@ class Player:
         self._state.alive[MODEL] -= 1
         self._over(self._job(request))
 
-    def _over(self, job: SimulatedRequest) -> None:
+    def _over(self, job: PlayedRequest) -> None:
         self._parts.pop(job.number, None)
         following = self._following.get(job.number)
         if following is not None:
-            turn = self._jobs[following]
+            turn = self.jobs[following]
             self._at(self.now + turn.sent.think_s, self._next_turn, turn)
 
-    def _next_turn(self, job: SimulatedRequest, _: object) -> None:
+    def _next_turn(self, job: PlayedRequest, _: object) -> None:
         job.comes(self.now)
         self._talk(job)
 
@@ -345,15 +346,14 @@ class Player:
         self._push_step(ended_s, worker)
         self._push_end(batch)
 
-    def _push_step(self, ends_s: float, worker: SimulatedPrefillWorker) -> None:
+    def _push_step(self, ends_s: float, worker: PlayedPrefill) -> None:
         worker.version += 1
         self._at(ends_s, self._step_ended, worker, worker.version)
 
     def _step_ended(self, worker: PlayedPrefill, version: int) -> None:
         if version != worker.version:
             return
-        tokens = worker.steps.popleft().tokens
-        step, requests = worker.asked.popleft()
+        step, requests, tokens, _ = worker.steps.popleft()
         self._host.stop(worker, self.now)
         if worker.batch is not None:
             worker.batch.prefill_s = 0.0
@@ -393,7 +393,7 @@ class Player:
         self._scheduler.handed_over(request, 1000 * (self.now - job.last_s), self.now)
         self._join(job, batch)
 
-    def _join(self, job: SimulatedRequest, batch: PlayedBatch) -> None:
+    def _join(self, job: PlayedRequest, batch: PlayedBatch) -> None:
         self._keep(batch.core, job, job.sent.prompt_tokens)
         batch.join(job, self.now)
         if job.join_s == NOT_YET:
@@ -456,7 +456,7 @@ class Player:
         self._scheduler.progress(batch.core, progress, self.now)
         self._carry_out(self._scheduler.take_decisions())
 
-    def _push_end(self, batch: SimulatedBatch) -> None:
+    def _push_end(self, batch: Batch) -> None:
         batch.version += 1
         when_s = batch.next_end_s()
         if when_s < inf:
@@ -469,7 +469,7 @@ class Player:
             self._finished(self._cluster.requests[str(job.number)], job, batch.core)
         self._host.batch_changed(batch, self.now)
 
-    def _finished(self, request: Request, job: SimulatedRequest, worker: Worker) -> None:
+    def _finished(self, request: Request, job: PlayedRequest, worker: Worker) -> None:
         """Ends a request with its last token, or with the last that its client waits for."""
         job.end_s, total = self.now, job.sent.forwarded_tokens
         self._cluster.release(worker, request.key)

@@ -3,36 +3,27 @@
 from collections import deque
 from heapq import heapify
 from math import inf
+from typing import NamedTuple
 
 from proto.messages import Chunk, Step
 from proto.progress import DecodeProgress, Joined
 from scheduler.request import Request
-from scheduler.step_times import StepLimits
 from scheduler.workers.worker import DecodeWorker, PrefillWorker
-from tuning.profile import DecodeCost, PrefillCost, ProfileCapacity
-from tuning.simulator.batch import SimulatedBatch
-from tuning.simulator.gaps import Gaps
-from tuning.simulator.job import SimulatedRequest
-from tuning.simulator.prefill import SimulatedPrefillWorker, SimulatedStep
-from tuning.simulator.room import DecodeRoom
+from tuning.play.batch import Batch
+from tuning.play.gaps import Gaps
+from tuning.play.request import PlayedRequest
+from tuning.profile import DecodeCost, PrefillCost
 
 SAME_TIME_S = 1e-7
 HORIZON_STEPS = 32  # as `decode_worker.progress.WARN_STEPS`
 
 
-class _ScheduledRoom(DecodeRoom):
-    """The scheduler counts the room itself."""
-
-    def joined(self, number: int, step: int) -> None:
-        """Does nothing."""
-
-
-class PlayedBatch(SimulatedBatch):
+class PlayedBatch(Batch):
     """The running batch of a decode worker, with the KV blocks that it holds."""
 
     def __init__(self, number: int, core: DecodeWorker, cost: DecodeCost, gaps: Gaps) -> None:
         capacity = core.capacity
-        super().__init__(number, cost, _ScheduledRoom(capacity.kv_blocks, capacity.block_size), capacity.max_seqs, gaps)
+        super().__init__(number, cost, gaps)
         self.core = core
         self.newly_joined: list[Joined] = []
         self.reports_at = inf  # when the next report is due; infinite while nothing runs
@@ -42,18 +33,18 @@ class PlayedBatch(SimulatedBatch):
         """How many sequences have a length that is this number more than the steps, modulo the block size."""
         self._blocks = 0  # full blocks of all sequences at step 0
 
-    def join(self, job: SimulatedRequest, now: float) -> None:
+    def join(self, job: PlayedRequest, now: float) -> None:
         super().join(job, now)
         self._count(job.prompt + 1 - self.steps, 1)
         self.newly_joined.append(Joined(str(job.number), job.attempt, self.steps))
 
-    def ended(self) -> list[SimulatedRequest]:
+    def ended(self) -> list[PlayedRequest]:
         found = super().ended()
         for job in found:
             self._count(job.prompt + job.output - self.steps, -1)
         return found
 
-    def leave(self, job: SimulatedRequest, now: float) -> int:
+    def leave(self, job: PlayedRequest, now: float) -> int:
         """Takes a sequence out before its end. Returns how many tokens it has emitted, the first one included; 0 if it has not
         joined."""
         self.sync(now)
@@ -128,28 +119,46 @@ class PlayedBatch(SimulatedBatch):
         )
 
 
-class PlayedPrefill(SimulatedPrefillWorker):
+class PlayedStep(NamedTuple):
+    step: Step
+    requests: tuple[Request, ...]
+    tokens: int
+    took_s: float  # alone on its cores
+
+
+class PlayedPrefill:
     """A prefill worker, or the prefill half of a mixed one, with the steps that it is to compute."""
 
-    def __init__(
-        self, number: int, core: PrefillWorker, capacity: ProfileCapacity, cost: PrefillCost, batch: PlayedBatch | None
-    ) -> None:
-        super().__init__(number, capacity, StepLimits(core.capacity.step_tokens), batch)
-        self.core, self._cost = core, cost
-        self.asked: deque[tuple[Step, tuple[Request, ...]]] = deque()  # of each of its steps
+    def __init__(self, number: int, core: PrefillWorker, cost: PrefillCost, batch: PlayedBatch | None) -> None:
+        """`batch`: of the mixed worker's other half."""
+        self.number, self.core, self.batch, self._cost = number, core, batch, cost
+        self.block_size = core.capacity.block_size
+        self.steps: deque[PlayedStep] = deque()  # in flight; the first one runs
+        self.tokens_forwarded = 0
+        self.running = False
+        self.left_s = 0.0  # of the present step at `since_s`, if it ran alone
+        self.since_s = self.began_s = 0.0
+        self.free_s = self.after_s = 0.0  # next step may begin; how long the present one waited for that
+        self.version = 0
+        self.busy_s = self.link_busy_s = self.link_free_s = 0.0
         self.fetched_s: dict[str, float] = {}  # when the KV is here that a request's first step needs, by request
+
+    def send(self, tokens: int, now: float, token_s: float) -> None:
+        """Sends the KV of these tokens after the step; prompts are sent one after the other."""
+        took_s = tokens * token_s
+        self.link_free_s = max(self.link_free_s, now) + took_s
+        self.link_busy_s += took_s
 
     def fetched_in_s(self, now: float) -> float:
         """How long the first of its steps waits for KV."""
         if not self.fetched_s:
             return 0.0
-        return max((self.fetched_s.pop(request.id, now) for request in self.asked[0][1]), default=now) - now
+        return max((self.fetched_s.pop(request.id, now) for request in self.steps[0].requests), default=now) - now
 
     def order(self, step: Step, requests: tuple[Request, ...]) -> None:
         tokens = sum(chunk.length for chunk in step.chunks)
         pairs = sum(chunk.length * (chunk.start + chunk.length / 2) for chunk in step.chunks)
-        self.steps.append(SimulatedStep([], tokens, self._cost.step_ms(tokens, pairs) / 1000))
-        self.asked.append((step, requests))
+        self.steps.append(PlayedStep(step, requests, tokens, self._cost.step_ms(tokens, pairs) / 1000))
 
 
 def computed(step: Step, requests: tuple[Request, ...]) -> tuple[Chunk, ...]:

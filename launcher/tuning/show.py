@@ -48,11 +48,9 @@ def apply_note(report: Mapping[str, Any]) -> str:
     apply = "To apply it, on one machine or in cluster.toml:"
     if (model := report["apply"]["model"]) not in ("", DEFAULT_MODEL_ID):
         apply = f"To apply it, on one machine (with --model for {model}) or in cluster.toml:"
-    return (
-        apply
-        if report["disaggregate"] or report["settings"]["workers"] == 1
-        else f"Workers that do both phases are better for this traffic. {apply}"
-    )
+    if report["disaggregate"] or report["settings"]["workers"] == 1:
+        return apply
+    return f"Workers that do both phases are better for this traffic. {apply}"
 
 
 def headline(report: Mapping[str, Any]) -> str:

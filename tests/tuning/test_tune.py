@@ -27,12 +27,12 @@ from tuning.profile import encoded
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a profile and a trace of 20 seconds."""
+    """A folder with a profile and a trace of ten seconds."""
     monkeypatch.setenv("COLUMNS", "120")
     (tmp_path / "profile.json").write_bytes(encoded(GPU))
     rng = np.random.default_rng(5)
     at_s, lines = 0.0, ["arrival_s,prompt_tokens,output_tokens"]
-    while at_s < 20:
+    while at_s < 10:
         at_s += rng.exponential(1 / 8)
         lines.append(f"{at_s:.3f},{int(rng.lognormal(6.7, 0.6))},{int(rng.lognormal(4.6, 0.5)) + 1}")
     (tmp_path / "traffic.csv").write_text("\n".join(lines))

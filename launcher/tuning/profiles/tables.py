@@ -56,12 +56,17 @@ class MeasuredTables:
             what |= {"gemm_quant_mode": weights, "moe_quant_mode": weights}
         self.backend_version = resolve_query_version(system, backend, SYSTEM_VERSION)
         handle = EngineHandle.compile(path, system, backend, backend_version=SYSTEM_VERSION, **what)
-        self._decode = {one: handle.predict_decode_latency(one, CONTEXT) for one in SIZES if one <= max(most[1], 1)}
+        self._decode: dict[int, float] = {
+            one: handle.predict_decode_latency(one, CONTEXT) for one in SIZES if one <= max(most[1], 1)
+        }
         of_kv_ms = handle.predict_decode_latency(BATCH, LONGER) - handle.predict_decode_latency(BATCH, CONTEXT)
-        self.kv_token_ms = max(of_kv_ms, 0.0) / (BATCH * (LONGER - CONTEXT))
-        self._prefill = {one: handle.predict_prefill_latency(1, one) for one in SIZES if one >= 16}
+        self.kv_token_ms: float = max(of_kv_ms, 0.0) / (BATCH * (LONGER - CONTEXT))
+        self._prefill: dict[int, float] = {one: handle.predict_prefill_latency(1, one) for one in SIZES if one >= 16}
         of_context_ms = handle.predict_prefill_latency(1, BEFORE + CHUNK, BEFORE) - self._prefill[CHUNK]
-        self.context_ms = max(of_context_ms, 0.0) / (CHUNK * BEFORE)
+        self.context_ms: float = max(of_context_ms, 0.0) / (CHUNK * BEFORE)
+        # A token beside so many others takes twice as long.
+        each_ms = self._prefill[CHUNK] / CHUNK
+        self.attention_tokens = max(round(each_ms / self.context_ms), 1) if self.context_ms else 0
         parts = handle.decode_step_per_op(1, CONTEXT, 2)
         self.measured_share = sum(part[1] for part in parts if part[3] == "silicon") / sum(part[1] for part in parts)
         info = get_model_config_from_model_path(path)
@@ -80,12 +85,6 @@ class MeasuredTables:
         self.kv_bytes = float(whole["kv_size_per_token_bytes"])
         self.weight_gib = whole["memory_breakdown"]["weights_bytes"] / 2**30
         self._kv_tokens = int(estimate_kv_cache(path, system, backend, **room, **what)["total_kv_size_tokens"])
-
-    @property
-    def attention_tokens(self) -> int:
-        """A token beside so many others takes twice as long."""
-        each_ms = self._prefill[CHUNK] / CHUNK
-        return max(round(each_ms / self.context_ms), 1) if self.context_ms else 0
 
     def prefill_ms(self, tokens: int) -> float:
         return max(self._prefill[tokens] - self.context_ms * tokens * tokens / 2, 1e-3)

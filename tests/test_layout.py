@@ -56,7 +56,7 @@ FOLDERS_MAY_IMPORT = {
         "simulate": "load",
         "tuning": "bench http load local models",
     },
-    "tuning": {"estimates": "simulator", "simulator": ""},
+    "tuning": {"estimates": "play", "play": ""},
     "runtime": {
         "grammar": "",
         "link": "process settings",

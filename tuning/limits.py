@@ -3,26 +3,33 @@ in turn is doubled, and the traffic is simulated again. If no doubling helps, on
 that a single request takes, and that target is the limit.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final, NamedTuple
 
 import msgspec
 
-from tuning.advise import Slo, Workers
+from tuning.advise import Slo
 from tuning.goals import Goals
+from tuning.play.options import RunOptions
+from tuning.play.plays import Each, Play, outcome_of
 from tuning.profile import Profile
-from tuning.simulator.cluster import Simulator
-from tuning.simulator.job import Sent
-from tuning.simulator.options import RunOptions
 
 Relief = Callable[[Profile, RunOptions], tuple[Profile, RunOptions]]
-LEAST_GAIN: Final = 0.005  # of all requests, by a resource's doubling; with less it is no limit
+LEAST_GAIN: Final = (
+    0.005  # of all requests, by a resource's doubling; with less it is no limit, and with as much less equal
+)
+HURTS: Final = 0.02  # of all requests, lost by a resource's doubling, that are worth saying
 
 
 class Limit(NamedTuple):
-    name: str  # a resource, or "TTFT target" or "TPOT target"
-    gain: float  # share of requests that would keep the SLO in addition with twice as much
+    name: str = ""  # a resource, or "TTFT target" or "TPOT target"
+    gain: float = 0.0  # share of requests that would keep the SLO in addition with twice as much
+    equals: tuple[str, ...] = ()  # resources that would gain as much
+    hurts: str = ""  # the resource of which twice as much would lose requests
+
+
+NO_LIMIT: Final = Limit()
 
 
 def _prefill_compute(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
@@ -84,20 +91,23 @@ RESOURCES: Final[Mapping[str, Relief]] = {
 TARGETS: Final[Mapping[str, tuple[float, float]]] = {"TTFT target": (2.0, 1.0), "TPOT target": (1.0, 2.0)}
 
 
-def limit_of(profile: Profile, workers: Workers, sent: Sequence[Sent], goals: Goals, options: RunOptions) -> Limit:
+def limit_of(play: Play, goals: Goals, each: Each = map) -> Limit:
     """The limit of a ratio that does not keep the SLO."""
-    outcome = Simulator(profile, workers, sent, options).run()
+    profile, workers, sent, options = play
+    changed = {name: relief(profile, options) for name, relief in RESOURCES.items()}
+    changed = {name: found for name, found in changed.items() if found != (profile, options)}
+    plays = [play, *(Play(found[0], workers, sent, found[1]) for found in changed.values())]
+    outcome, *others = each(outcome_of, plays)
     kept = outcome.attainment(goals)
-    gains = {}
-    for name, relief in RESOURCES.items():
-        changed = relief(profile, options)
-        if changed != (profile, options):
-            gains[name] = Simulator(changed[0], workers, sent, changed[1]).run().attainment(goals) - kept
+    gains = {name: other.attainment(goals) - kept for name, other in zip(changed, others, strict=True)}
+    worst = min(gains, key=lambda name: gains[name])
+    hurts = worst if gains[worst] <= -HURTS else ""
     best = max(gains, key=lambda name: gains[name])
     if gains[best] < LEAST_GAIN:
         gains = {name: outcome.attainment(eased(goals, *factors)) - kept for name, factors in TARGETS.items()}
         best = max(gains, key=lambda name: gains[name])
-    return Limit(best, gains[best])
+    equals = tuple(name for name in gains if name != best and gains[name] > max(gains[best] - LEAST_GAIN, 0.0))
+    return Limit(best, gains[best], equals, hurts)
 
 
 def eased(goals: Goals, ttft: float, tpot: float) -> Goals:

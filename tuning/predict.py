@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from tuning.advise import Workers
 from tuning.goals import GoalLimits
+from tuning.play.options import RunOptions
+from tuning.play.outcome import Bools, Floats, PlayedOutcome
+from tuning.play.player import Player
+from tuning.play.request import Sent
 from tuning.profile import Profile, Residuals
-from tuning.simulator.cluster import Simulator
-from tuning.simulator.job import Sent
-from tuning.simulator.options import RunOptions
-from tuning.simulator.outcome import Bools, Floats, SimulatedOutcome
 
 Ints = npt.NDArray[np.int64]
 RUNS: Final = 25
@@ -66,9 +66,9 @@ def predict(
     """Predicts the figures of this traffic. Requests that arrive before `from_s` are a warm-up, of which only the gaps between
     tokens count."""
     rng = np.random.default_rng([seed, 1])
-    point = Simulator(profile, workers, sent, options).run()
+    point = Player(profile, workers, sent, options).run()
     scales = zip(*(run_factors(profile, runs - 1, rng) for _ in ("prefill", "decode")), strict=True)
-    outcomes = [point, *(Simulator(profile.scaled(*both), workers, sent, options).run() for both in scales)]
+    outcomes = [point, *(Player(profile.scaled(*both), workers, sent, options).run() for both in scales)]
     counted = point.at_s >= from_s
     draws: dict[str, list[list[float]]] = {name: [] for name in ("attainment", *METRICS)}
     for number in range(DRAWS):
@@ -103,7 +103,7 @@ def run_factors(profile: Profile, count: int, rng: np.random.Generator) -> list[
     return [float(factor) for factor in np.exp(rng.permutation(profile.run_sigma * middle))]
 
 
-def scattered(outcome: SimulatedOutcome, profile: Profile, rng: np.random.Generator) -> SimulatedOutcome:
+def scattered(outcome: PlayedOutcome, profile: Profile, rng: np.random.Generator) -> PlayedOutcome:
     """Returns the outcome with each request's times scattered around the fit as measurements were."""
 
     def factors(residuals: Residuals) -> Floats:
@@ -120,7 +120,7 @@ def scattered(outcome: SimulatedOutcome, profile: Profile, rng: np.random.Genera
     )
 
 
-def gap_quantiles(outcome: SimulatedOutcome, profile: Profile) -> list[float]:
+def gap_quantiles(outcome: PlayedOutcome, profile: Profile) -> list[float]:
     """Returns the gaps between tokens, scattered around the mean step as measured gaps were."""
     if not profile.gap_spread:
         return outcome.percentiles("itl_ms", SHARES)

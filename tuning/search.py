@@ -1,45 +1,46 @@
-"""The search for the best workers: bounds, successive halving, full runs; then the changes that would turn the answer. Pure.
+"""The search for the best workers: rungs of longer and longer excerpts, then the whole trace. Pure.
 
-1. A fluid bound of each candidate: the requests that its workers can compute in the time there is. Candidates with the highest
-   bounds are tried first. A candidate is discarded if its bound is below what another one with as many workers has reached on
-   an excerpt (the low end of its band).
-2. Excerpts of the trace (windows from all over it) rank the others; half of them go on to an excerpt twice as long.
-3. The best few run the whole trace, and so do candidates with fewer workers that may serve as much. The recommended one is the
-   cheapest of those that keep the SLO and are not worse than the best by more than the error; without costs, the one with the
-   fewest workers. If none keeps the SLO, it is the one of those that keeps it up to the highest load.
-   Probabilities and errors come from drawing windows of the trace with replacement, the same windows for all candidates, and
-   from the profile's run-to-run spread.
+Candidates have one order: the load up to which they keep the SLO, at most the traffic's own; then the requests that keep it
+at that load; then cost, or workers without costs. Two of them are equal where the difference is within the error, which is
+that of drawn windows of the trace, the same for both, and never more than `EQUAL_MAX`.
+
+1. All candidates play an excerpt. Where none keeps the SLO, they play lower loads, and those that keep less than the best few
+   drop out.
+2. The best few, and the best of each number of workers, play a longer excerpt.
+3. The recommended one plays the whole trace, and so does every other one that may still be better.
 """
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, product
-from typing import Final
+from itertools import product
+from math import inf, sqrt
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
 from tuning.advise import Workers
-from tuning.bounds import attainable
 from tuning.goals import Goals
-from tuning.limits import limit_of
+from tuning.limits import NO_LIMIT, Limit, limit_of
+from tuning.play.options import RunOptions
+from tuning.play.outcome import Floats, PlayedOutcome
+from tuning.play.plays import Each, Play, outcome_of
+from tuning.play.request import Sent
 from tuning.profile import Profile
-from tuning.simulator.cluster import Simulator
-from tuning.simulator.job import Sent
-from tuning.simulator.options import RunOptions
-from tuning.simulator.outcome import Floats, SimulatedOutcome
 from tuning.traffic import Change, excerpt, windows
 
-FULL_MAX: Final = 6  # candidates that run the whole trace
-FULL_RUNS: Final = 3  # of each of the best candidates, with scaled step times
-CURVE_MAX: Final = 16  # numbers of workers for which the best candidate runs the whole trace
-CONTENDS: Final = 0.6  # of the best's share on an excerpt; candidates with less do not run the whole trace
-OF_EACH_MAX: Final = 2  # of each smaller number of workers, for longer excerpts, with and without mixed workers
-LIMIT_REQUESTS: Final = 1200  # in the excerpt that shows what limits a candidate that is not recommended
+LAYOUTS_MAX: Final = (
+    12  # of one number of workers, at even distances, and numbers of workers; neighbours of the best follow
+)
+KEPT_MAX: Final = 6  # candidates that play the second excerpt, beside the best of each number of workers
+WHOLE_MAX: Final = 6  # candidates that play the whole trace
+WHOLE_REQUESTS: Final = 20_000  # of a longer trace, as many are played as "the whole"
+LIMIT_REQUESTS: Final = 5_000
+EQUAL_MAX: Final = 0.05  # by which two candidates that are taken to be equal may differ, of the better one
 ERROR_MIN: Final = 0.002
-RUNG_SHARES: Final = (1 / 16, 1 / 6)
-REQUESTS_MIN: Final = 400
-LOAD_STEPS: Final = 5  # bisections of the load up to which a candidate keeps the SLO
+STEPS: Final = (1.5, 1.15, 1.06)  # on each rung: distance of the load that is kept from one that is not
+LOAD_MIN: Final = 1 / 64  # a candidate that does not keep the SLO at this part of the load keeps it at none
+LOADS: Final = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0)
+HEADROOM_MAX: Final = 4.0
 DRAWS: Final = 400
 WINDOWS: Final = 36
 
@@ -66,47 +67,99 @@ class Candidate:
 
 @dataclass
 class Scored:
+    """A candidate on one part of the traffic."""
+
     candidate: Candidate
-    bound: float  # largest share of requests that could keep the SLO
-    requests: int = 0  # simulated; 0: it was discarded by its bound
-    attainment: float = 0.0
-    low: float = 0.0
-    high: float = 0.0  # 90 % of the draws lie between these
-    strain: float = float("inf")  # wanted percentile of requests' nearness to their limits; 1 is the limit
-    binds: str = ""
-    figures: dict[str, dict[str, float]] = field(default_factory=dict)
-    prefill_busy: float = 0.0
-    decode_busy: float = 0.0
-    batch_mean: float = 0.0
-    limit_gain: float = 0.0  # share of requests that keep the SLO in addition, with twice what limits it
-    link_busy: float = 0.0
-    load_kept: float = 0.0  # multiple of the load with the SLO kept, where no candidate keeps it
+    percentile: float
+    price: float = 0.0  # its cost, or its workers
+    requests: int = 0  # that it played
+    shares: dict[float, Floats] = field(default_factory=dict, repr=False)
+    """The share of requests that keep the SLO, by load: first of all requests, then of drawn windows."""
+    outcome: PlayedOutcome | None = field(default=None, repr=False)  # at the traffic's own load
+    strain: float = inf  # wanted percentile of requests' nearness to their limits; 1 is the limit
     probability: float = 0.0
-    cost_per_hour: float = 0.0  # 0: not known
-    requests_per_s: float = 0.0  # sent by clients: turns come faster if answers do; 0: as the traffic says
-    full: bool = False
-    drawn: Floats = field(default_factory=lambda: np.zeros(0), repr=False)
-    """Attainment over windows of the trace drawn with replacement; the same windows for all that ran as many requests."""
+    limit: Limit = NO_LIMIT
+    whole: bool = False
 
     @property
-    def price(self) -> float:
-        return self.cost_per_hour or self.candidate.all_cards
+    def attainment(self) -> float:
+        return float(self.shares[1.0][0])
 
-    def rank(self) -> tuple[float, float]:
-        return -round(self.attainment, 3), self.strain
+    @property
+    def loads_kept(self) -> Floats:
+        """The multiple of the load up to which it keeps the SLO, for all requests and then for each draw."""
+        loads = sorted(self.shares)
+        share = np.array([self.shares[load] for load in loads])
+        keeps = np.cumprod(share >= self.percentile, axis=0).sum(axis=0)
+        at = np.arange(share.shape[1])
+        low, high = np.maximum(keeps - 1, 0), np.minimum(keeps, len(loads) - 1)
+        below, above = np.log(loads)[low], np.log(loads)[high]
+        fall = np.maximum(share[low, at] - share[high, at], 1e-9)
+        between = np.where(high > low, (share[low, at] - self.percentile) / fall, 0.0) * (above - below)
+        missed = share[0] / self.percentile * loads[0]
+        return np.asarray(np.where(keeps > 0, np.exp(below + np.clip(between, 0.0, above - below)), missed))
+
+    @property
+    def load_kept(self) -> float:
+        """0 if it kept the SLO at no load that it played."""
+        return float(self.loads_kept[0]) if self.missed_load > min(self.shares) else 0.0
+
+    @property
+    def missed_load(self) -> float:
+        """The lowest load that it played without keeping the SLO."""
+        return min((load for load, share in self.shares.items() if share[0] < self.percentile), default=inf)
+
+    def rank(self) -> tuple[float, float, float, float]:
+        kept = min(float(self.loads_kept[0]), 1.0)
+        return -round(kept, 3), -round(self.attainment, 3), self.price, self.strain
+
+    def next_load(self, guess: float, most: float, step: float) -> float | None:
+        """The load to play next in order to find the one that is just kept: the guess, from there in strides that double, and
+        then by bisection. None: it is known."""
+        kept = max((load for load in self.shares if load < self.missed_load), default=0.0)
+        missed = self.missed_load
+        if kept < guess < missed:
+            return guess
+        if not kept:
+            return None if missed <= LOAD_MIN else missed / step * min(missed / guess, 1.0)
+        if kept >= most or missed / kept <= step:
+            return None
+        middle = most if missed == inf else sqrt(kept * missed)
+        return min(kept * step * kept / guess, middle) if kept >= guess else middle
+
+
+class Changed(NamedTuple):
+    """What another load, or another number of workers, comes to."""
+
+    load: float  # multiple of the traffic's
+    workers: str
+    attainment: float
+    goodput_requests_per_s: float
 
 
 @dataclass
 class Found:
     goals: Goals
     budget: int
-    results: dict[Candidate, Scored]
-    best: Scored
-    ranked: list[Scored]  # full runs: the recommended one, then the best first
-    requests: int
+    first: list[Scored]  # all candidates, on the first excerpt
+    second: list[Scored]  # the better ones, on the second
+    ranked: list[Scored]  # on the whole trace: the recommended one, then the best first
     requests_per_s: float
-    outcome: SimulatedOutcome
-    class_attainment: dict[str, float]
+    changed: list[Changed]
+    changed_requests: int  # of the part of the traffic that `changed` comes from
+    headroom: float  # multiple of the load up to which the recommended one keeps the SLO
+
+    has_costs: bool  # else a candidate's price is its number of workers
+
+    @property
+    def best(self) -> Scored:
+        return self.ranked[0]
+
+    def requests_per_s_of(self, one: Scored) -> float:
+        """Turns of sessions come faster if answers do."""
+        outcome = one.outcome
+        assert outcome is not None
+        return len(outcome.at_s) / outcome.span_s if outcome.clients else self.requests_per_s
 
 
 @dataclass(frozen=True)
@@ -130,14 +183,94 @@ class Space:
         return [*found, mixed] if self.mixed and self.has_cores_for(mixed) else found
 
     def candidates(self) -> list[Candidate]:
-        found = []
-        for total in range(1, self.budget + 1):
-            layouts = self.layouts(total)
-            found += [Candidate(*one) for one in product(layouts, self.step_tokens, self.seqs_max, self.stall_shares)]
-        return found
+        """Returns all candidates, or of many workers some at even distances."""
+        layouts = [one for total in _some(range(1, self.budget + 1)) for one in _some(self.layouts(total))]
+        return [Candidate(*one) for one in product(layouts, self.step_tokens, self.seqs_max, self.stall_shares)]
+
+    def around(self, one: Candidate) -> list[Candidate]:
+        """Returns the candidates beside this one that `candidates` may have left out."""
+        near, far = [], -(-self.budget // LAYOUTS_MAX)
+        for total in range(max(one.workers.total - far, 1), min(one.workers.total + far, self.budget) + 1):
+            near += [w for w in self.layouts(total) if abs(w.prefill - one.workers.prefill) <= far]
+        return [replace(one, workers=workers) for workers in near] if far > 1 else []
+
+
+T = TypeVar("T")
+
+
+def _some(found: Sequence[T]) -> list[T]:
+    every = max((len(found) - 1) / (LAYOUTS_MAX - 1), 1.0)
+    return [found[round(place * every)] for place in range(min(len(found), LAYOUTS_MAX))]
+
+
+class Effort(NamedTuple):
+    """How many requests the rungs have."""
+
+    first: int = 600
+    second: int = 3_600
+    whole: int = WHOLE_REQUESTS
+
+
+FULL: Final = Effort()
+QUICK: Final = Effort(200, 600, 600)
 
 
 Tell = Callable[[str, int, int], None]  # (name of the work, steps done, all steps), for a progress bar
+
+
+@dataclass
+class Lab:
+    """Plays candidates on parts of the traffic."""
+
+    profile: Profile
+    goals: Goals
+    space: Space
+    options: RunOptions
+    each: Each
+    tell: Tell
+    seed: int
+
+    def scored(self, found: Sequence[Candidate], sent: Sequence[Sent]) -> list[Scored]:
+        """Plays the traffic as it is."""
+        scored = []
+        for one in found:
+            price = self.space.profile_of(self.profile, one).cost_per_hour(*one.workers) or one.all_cards
+            scored.append(Scored(one, self.goals.percentile, price, len(sent)))
+        self.play(sent, [(one, 1.0) for one in scored])
+        return scored
+
+    def play_of(self, one: Candidate, sent: Sequence[Sent]) -> Play:
+        own = self.space.profile_of(self.profile, one)
+        return Play(own, one.workers, sent, options_for(self.options, one))
+
+    def play(self, sent: Sequence[Sent], asked: Sequence[tuple[Scored, float]]) -> None:
+        at_loads = {load: Change(load=load).applied(sent) if load != 1 else sent for _, load in asked}
+        plays = [self.play_of(one.candidate, at_loads[load]) for one, load in asked]
+        what = f"{len(sent):,} requests"
+        self.tell(what, 0, len(plays))
+        for done, ((one, load), outcome) in enumerate(zip(asked, self.each(outcome_of, plays), strict=True)):
+            self.tell(what, done + 1, len(plays))
+            one.shares[load] = draws(outcome, outcome.good(self.goals).astype(float), self.seed)
+            if load == 1:
+                one.outcome = outcome
+                one.strain = float(np.quantile(outcome.strain(self.goals), self.goals.percentile, method="lower"))
+
+    def find_loads(
+        self, sent: Sequence[Sent], found: Sequence[Scored], guesses: dict[Candidate, float], most: float, step: float
+    ) -> None:
+        """Plays other loads until the one that is just kept is known, for the candidates that may be among the best few."""
+        while True:
+            kept = sorted((one.load_kept for one in found), reverse=True)
+            least = kept[min(KEPT_MAX, len(kept)) - 1]
+            asked = [
+                (one, load)
+                for one in found
+                if one.missed_load >= least
+                and (load := one.next_load(guesses.get(one.candidate, 1.0), most, step)) is not None
+            ]
+            if not asked:
+                return
+            self.play(sent, asked)
 
 
 def search(
@@ -147,241 +280,152 @@ def search(
     space: Space,
     options: RunOptions | None = None,
     *,
+    effort: Effort = FULL,
+    each: Each = map,
     tell: Tell = lambda what, done, of: None,
     seed: int = 0,
 ) -> Found:
-    """`sent` is not empty."""
-    options = options or RunOptions()
-    profiles = {one: space.profile_of(profile, one) for one in space.candidates()}
-    results = {
-        one: Scored(
-            one,
-            attainable(own, one.workers, sent, goals, options_for(options, one)),
-            cost_per_hour=own.cost_per_hour(*one.workers),
-        )
-        for one, own in profiles.items()
-    }
-    left = sorted(results, key=lambda one: -results[one].bound)
-    for share in RUNG_SHARES:
-        part = excerpt(sent, max(round(share * len(sent)), REQUESTS_MIN))
-        kept = _run_promising(left, results, profiles, part, goals, options, tell, seed)
-        left = _best_half(kept, results, space.budget)
-    outcomes: dict[Candidate, list[SimulatedOutcome]] = {}
-
-    def run_whole(one: Candidate) -> Scored:
-        if one not in outcomes:
-            tell("the whole trace", len(outcomes), FULL_MAX)
-            outcomes[one] = [_run(profiles[one], sent, one, options)]
-            _take(results[one], outcomes[one][0], goals, len(sent), seed)
-            results[one].full = True
-        return results[one]
-
-    shares = {one: results[one].attainment for one in left}
-    _run_the_best(sorted(left, key=lambda one: results[one].rank()), run_whole, shares.__getitem__, goals)
-    full = [results[one] for one in outcomes]
-    if max(one.attainment for one in full) < goals.percentile:
-        for one in near_best(full):
-            tell("the load that is kept", 0, 1)
-            one.load_kept = _load_kept(profiles[one.candidate], sent, one.candidate, goals, options)
-    _probabilities(outcomes, results, profiles, sent, goals, options, seed)
-    best = recommended(full, goals.percentile)
-    others = sorted((results[one] for one in outcomes if one != best.candidate), key=Scored.rank)
-    ranked = [best, *others]
-    _find_limits(ranked, profiles, sent, goals, options, tell)
-    outcome = outcomes[best.candidate][0]
-    good = outcome.good(goals)
-    names = np.array(outcome.classes)
-    classes = {str(name): float(good[names == name].mean()) for name in np.unique(names)}
-    per_s = best.requests_per_s or len(sent) / max(sent[-1].at_s - sent[0].at_s, 1e-9)
-    return Found(goals, space.budget, results, best, ranked, len(sent), per_s, outcome, classes)
-
-
-def _run_promising(
-    left: Sequence[Candidate],
-    results: dict[Candidate, Scored],
-    profiles: Mapping[Candidate, Profile],
-    part: Sequence[Sent],
-    goals: Goals,
-    options: RunOptions,
-    tell: Tell,
-    seed: int,
-) -> list[Candidate]:
-    """Runs a part of the trace with the candidates that may still be the best of their number of workers; returns these."""
-    kept: list[Candidate] = []
-    shown: dict[int, float] = {}  # best low end by number of workers
-    for done, candidate in enumerate(left):
-        tell(f"{len(part):,} requests", done, len(left))
-        result, total = results[candidate], candidate.all_cards
-        if result.bound >= shown.get(total, 0.0):
-            kept.append(candidate)
-            _take(result, _run(profiles[candidate], part, candidate, options), goals, len(part), seed)
-            shown[total] = max(shown.get(total, 0.0), result.low)
-    return kept
-
-
-def _run(profile: Profile, sent: Sequence[Sent], one: Candidate, options: RunOptions) -> SimulatedOutcome:
-    return Simulator(profile, one.workers, sent, options_for(options, one)).run()
+    """`sent` is not empty. `each`: runs many plays, perhaps on several cores."""
+    lab = Lab(profile, goals, space, options or RunOptions(), each, tell, seed)
+    parts = [excerpt(sent, count) for count in effort]
+    first = lab.scored(space.candidates(), parts[0])
+    _compare(lab, parts[0], first, {}, STEPS[0])
+    known = {one.candidate for one in first}
+    if near := [one for one in space.around(recommended(first).candidate) if one not in known]:
+        first += lab.scored(near, parts[0])
+        _compare(lab, parts[0], first, {}, STEPS[0])
+    second = [one for one in first if one.candidate in _the_best(first)]
+    if len(parts[1]) > len(parts[0]):
+        second = lab.scored([one.candidate for one in second], parts[1])
+        _compare(lab, parts[1], second, _loads_of(first), STEPS[1])
+    full = second
+    if len(parts[2]) > len(parts[1]):
+        full = _on_the_whole(lab, parts[2], second)
+    else:
+        _compare(lab, parts[2], full, _loads_of(second), STEPS[2])
+    best = recommended(full)
+    ranked = [best, *sorted((one for one in full if one is not best), key=Scored.rank)][:WHOLE_MAX]
+    for one in ranked:
+        one.whole = True
+    _probabilities(ranked)
+    own = next(one for one in second if one.candidate == best.candidate)
+    per_s = len(sent) / max(sent[-1].at_s - sent[0].at_s, 1e-9)
+    changed = _changed(lab, parts[1], own, per_s)
+    if best.attainment >= goals.percentile:
+        lab.find_loads(parts[2], [best], {own.candidate: max(own.load_kept, 1.0)}, HEADROOM_MAX, STEPS[1])
+    limits = parts[2] if len(parts[2]) <= LIMIT_REQUESTS else parts[1]
+    for done, one in enumerate(ranked if effort is not QUICK else [best]):
+        tell("what limits", done, len(ranked))
+        if one.attainment < goals.percentile:
+            one.limit = limit_of(lab.play_of(one.candidate, limits), goals, each)
+    has_costs = profile.cost_per_hour(1, 1, 0) > 0
+    return Found(goals, space.budget, first, second, ranked, per_s, changed, len(parts[1]), best.load_kept, has_costs)
 
 
 def options_for(options: RunOptions, one: Candidate) -> RunOptions:
     return replace(options, step_tokens=one.step_tokens, seqs_max=one.seqs_max, stall_share=one.stall_share)
 
 
-def _load_kept(profile: Profile, sent: Sequence[Sent], one: Candidate, goals: Goals, options: RunOptions) -> float:
-    """Returns the multiple of the load up to which a candidate keeps the SLO that it does not keep at this load."""
-    low, high = 0.0, 1.0
-    for _ in range(LOAD_STEPS):
-        middle = (low + high) / 2
-        keeps = _run(profile, Change(load=middle).applied(sent), one, options).attainment(goals) >= goals.percentile
-        low, high = (middle, high) if keeps else (low, middle)
-    return low
+def _loads_of(found: Sequence[Scored]) -> dict[Candidate, float]:
+    return {one.candidate: min(max(float(one.loads_kept[0]), LOAD_MIN), 1.0) for one in found}
 
 
-def _take(result: Scored, outcome: SimulatedOutcome, goals: Goals, requests: int, seed: int) -> None:
-    good, strain = outcome.good(goals), outcome.strain(goals)
-    result.requests, result.attainment = requests, float(good.mean())
-    result.strain = float(np.quantile(strain, goals.percentile, method="lower"))
-    result.drawn = _draws(outcome, good.astype(float), seed)
-    result.requests_per_s = len(good) / outcome.span_s if outcome.clients else 0.0
-    result.low, result.high = (float(value) for value in np.quantile(result.drawn, (0.05, 0.95)))
-    result.figures = {
-        metric: dict(zip(("p50", "p90", "p99"), outcome.percentiles(metric, (0.5, 0.9, 0.99)), strict=True))
-        for metric in ("ttft_ms", "tpot_ms", "itl_ms")
-    }
-    result.prefill_busy, result.decode_busy = outcome.prefill_busy, outcome.decode_busy
-    result.batch_mean, result.link_busy = outcome.batch_mean, outcome.link_busy
+def _compare(
+    lab: Lab, sent: Sequence[Sent], found: Sequence[Scored], guesses: dict[Candidate, float], step: float
+) -> None:
+    """Where no candidate keeps the SLO, finds the loads up to which the best ones keep it."""
+    if max(one.attainment for one in found) < lab.goals.percentile:
+        lab.find_loads(sent, found, guesses, 1.0, step)
 
 
-def _draws(outcome: SimulatedOutcome, values: Floats, seed: int, draws: int = DRAWS) -> Floats:
-    """Returns means of `values` over drawn windows; for sessions, over drawn clients. The same seed draws the same."""
+def _the_best(found: Sequence[Scored]) -> list[Candidate]:
+    """Returns the best candidates, the recommended one, and the best of each number of workers, with and without mixed
+    workers."""
+    order = sorted(found, key=Scored.rank)
+    by_kind: dict[tuple[int, bool], Candidate] = {}
+    for one in order:
+        by_kind.setdefault((one.candidate.all_cards, bool(one.candidate.workers.mixed)), one.candidate)
+    chosen = [*(one.candidate for one in order[:KEPT_MAX]), recommended(found).candidate, *by_kind.values()]
+    return list(dict.fromkeys(chosen))
+
+
+def _on_the_whole(lab: Lab, sent: Sequence[Sent], second: Sequence[Scored]) -> list[Scored]:
+    """Plays the whole trace with the recommended candidate, and with all that may be better by their excerpts."""
+    full, guesses = list[Scored](), _loads_of(second)
+    best = recommended(second)
+    chosen = [best, *sorted((one for one in second if one is not best), key=Scored.rank)[:1]]
+    while chosen:
+        more = lab.scored([one.candidate for one in chosen], sent)
+        full += more
+        _compare(lab, sent, full, guesses, STEPS[2])
+        best, played = recommended(full), {one.candidate for one in full}
+        left = sorted((one for one in second if one.candidate not in played), key=Scored.rank)
+        chosen = [one for one in left if recommended([best, one]) is one][: WHOLE_MAX - len(full)][:2]
+    return full
+
+
+def recommended(found: Sequence[Scored]) -> Scored:
+    """Returns the best one in the order of this module; of equal ones the cheapest, and of these the one that stays furthest
+    below its limits. One that does not keep the SLO is never equal to one that does."""
+    equal = [one for one in found if one.attainment >= one.percentile]
+    if not equal:
+        equal = _equal_to_best(found, lambda one: one.loads_kept)
+    equal = _equal_to_best(equal, lambda one: one.shares[1.0])
+    return min(equal, key=lambda one: (one.price, one.strain))
+
+
+def _equal_to_best(found: Sequence[Scored], value: Callable[[Scored], Floats]) -> list[Scored]:
+    best = max((value(one) for one in found), key=lambda values: float(values[0]))
+    return [one for one in found if best[0] - value(one)[0] <= error(best, value(one))]
+
+
+def error(best: Floats, other: Floats) -> float:
+    """Returns the difference up to which two candidates are equal: 90 % of the draws of the difference lie within it."""
+    differences = best[1:] - other[1:]
+    half = float(np.quantile(np.abs(differences - differences.mean()), 0.9))
+    return max(min(half, EQUAL_MAX * float(best[0])), ERROR_MIN)
+
+
+def draws(outcome: PlayedOutcome, values: Floats, seed: int) -> Floats:
+    """Returns the mean of `values`, and their means over drawn windows; for sessions, over drawn clients. The same seed draws
+    the same."""
     clients = np.array(outcome.clients)
     parts = [np.flatnonzero(clients == one) for one in np.unique(clients)] or windows(outcome.at_s, WINDOWS)
     sums = np.array([values[part].sum() for part in parts])
     sizes = np.array([len(part) for part in parts])
-    chosen = np.random.default_rng([seed, 2]).integers(len(parts), size=(draws, len(parts)))
-    return np.asarray(sums[chosen].sum(axis=1) / sizes[chosen].sum(axis=1))
+    chosen = np.random.default_rng([seed, 2]).integers(len(parts), size=(DRAWS, len(parts)))
+    drawn = sums[chosen].sum(axis=1) / sizes[chosen].sum(axis=1)
+    return np.asarray(np.concatenate(([values.mean()], drawn)))
 
 
-def _best_half(left: Sequence[Candidate], results: dict[Candidate, Scored], budget: int) -> list[Candidate]:
-    """Returns the better half of the candidates with `budget` workers, and the best few of each smaller number, with and
-    without mixed workers."""
-    order = sorted(left, key=lambda one: results[one].rank())
-    own = [one for one in order if one.all_cards == budget]
-    kept = own[: max(-(-len(own) // 2), FULL_MAX)]
-    seen: Counter[tuple[int, bool]] = Counter()
-    for one in order:
-        kind = one.all_cards, bool(one.workers.mixed)
-        seen[kind] += 1
-        if seen[kind] <= OF_EACH_MAX and one not in kept:
-            kept.append(one)
-    return kept
+def _probabilities(found: Sequence[Scored]) -> None:
+    """Computes how often each candidate would be the best one of these, over drawn windows: the cheapest of those that are as
+    good as the best."""
+    kept = any(one.attainment >= one.percentile for one in found)
+    values = np.array([(one.shares[1.0] if kept else one.loads_kept)[1:] for one in found])
+    least = np.array([[error(best, other) for other in values] for best in values])
+    equal = values.max(axis=0) - values <= least[np.argmax(values, axis=0)].T
+    prices = np.array([[one.price] for one in found])
+    chosen = np.argmin(np.where(equal, prices - 1e-3 * values, np.inf), axis=0)
+    for place, one in enumerate(found):
+        one.probability = float((chosen == place).mean())
 
 
-def _run_the_best(
-    order: Sequence[Candidate], run: Callable[[Candidate], Scored], serves: Callable[[Candidate], float], goals: Goals
-) -> None:
-    """Runs the whole trace for the first candidates of this order; for the best of some numbers of workers, which shows how
-    goodput grows; and for the smallest candidates that are as good as the best, or keep the SLO too. `serves`: attainment on
-    an excerpt, which is higher than on the whole trace under overload."""
-    found = [run(one) for one in order[:FULL_MAX]]
-    order = [one for one in order if serves(one) >= CONTENDS * serves(order[0])]
-    totals = sorted({one.all_cards for one in order})
-    for total in totals[:: -(-len(totals) // CURVE_MAX)]:
-        for mixed in (False, True):
-            of_kind = (one for one in order if (one.all_cards, bool(one.workers.mixed)) == (total, mixed))
-            found += [run(one) for one in islice(of_kind, 1)]
-    best = max(found, key=lambda one: one.attainment)
-    _fewest(order, best, run, lambda one: best.attainment - one.attainment <= error(best, one))
-    if best.attainment >= goals.percentile:
-        _fewest(order, best, run, lambda one: one.attainment >= goals.percentile)
+def _changed(lab: Lab, sent: Sequence[Sent], own: Scored, per_s: float) -> list[Changed]:
+    """Returns what other loads and one worker more or less come to."""
+    ratios = [one for one in one_more_or_less(own.candidate.workers) if lab.space.has_cores_for(one)]
+    others = lab.scored([replace(own.candidate, workers=one) for one in ratios], sent)
+    lab.play(sent, [(own, load) for load in LOADS if load not in own.shares])
+    rows = [(load, own, own.shares[load]) for load in LOADS] + [(1.0, one, one.shares[1.0]) for one in others]
+    return [Changed(load, str(one.candidate), float(of[0]), load * per_s * float(of[0])) for load, one, of in rows]
 
 
-def _find_limits(
-    ranked: Sequence[Scored],
-    profiles: Mapping[Candidate, Profile],
-    sent: Sequence[Sent],
-    goals: Goals,
-    options: RunOptions,
-    tell: Tell,
-) -> None:
-    part: Sequence[Sent] = sent
-    for done, one in enumerate(ranked):
-        tell("what limits", done, len(ranked))
-        if one.attainment < goals.percentile:
-            workers, chosen = one.candidate.workers, options_for(options, one.candidate)
-            one.binds, one.limit_gain = limit_of(profiles[one.candidate], workers, part, goals, chosen)
-        part = excerpt(sent, LIMIT_REQUESTS)
-
-
-def _fewest(
-    order: Sequence[Candidate], best: Scored, run: Callable[[Candidate], Scored], is_enough: Callable[[Scored], bool]
-) -> None:
-    """Searches by bisection for the least number of workers whose best candidate is enough; runs those that it tries."""
-    low, high = min(one.all_cards for one in order), best.candidate.all_cards
-    while low < high:
-        middle = (low + high) // 2
-        one = next((one for one in order if one.all_cards == middle), None)
-        if one is not None and is_enough(run(one)):
-            high = middle
-        else:
-            low = middle + 1
-
-
-def near_best(full: Sequence[Scored]) -> list[Scored]:
-    """Returns the candidates that are not worse than the best by more than the error."""
-    best = max(full, key=lambda one: one.attainment)
-    return [one for one in full if best.attainment - one.attainment <= error(best, one)]
-
-
-def recommended(full: Sequence[Scored], percentile: float) -> Scored:
-    """Returns the cheapest of the candidates near the best that keep the SLO, by cost or number of workers; of equal ones, the
-    one that stays furthest below its limits. If none keeps the SLO, fewer workers are no gain: returns the one near the best
-    that keeps it up to the highest load, and of equal ones the cheapest."""
-    near = near_best(full)
-    keeping = [one for one in near if one.attainment >= percentile]
-    if keeping:
-        return min(keeping, key=lambda one: (one.price, one.strain, -one.attainment))
-    return max(near, key=lambda one: (one.load_kept, -one.price, one.attainment))
-
-
-def error(one: Scored, other: Scored) -> float:
-    """Returns the error of the difference between two candidates' attainment: 90 % of the draws lie within it."""
-    return max(_half_width(one.drawn - other.drawn), ERROR_MIN)
-
-
-def _half_width(differences: Floats) -> float:
-    return float(np.quantile(np.abs(differences - differences.mean()), 0.9))
-
-
-def _probabilities(
-    outcomes: dict[Candidate, list[SimulatedOutcome]],
-    results: dict[Candidate, Scored],
-    profiles: Mapping[Candidate, Profile],
-    sent: Sequence[Sent],
-    goals: Goals,
-    options: RunOptions,
-    seed: int,
-) -> None:
-    """Computes how often each candidate would be recommended, over drawn windows and scaled step times."""
-    best = recommended([results[one] for one in outcomes], goals.percentile).candidate
-    close = [best, *sorted(outcomes.keys() - {best}, key=lambda one: results[one].rank())[:1]]
-    rng = np.random.default_rng([seed, 3])
-    for _ in range(FULL_RUNS - 1):
-        factors = np.exp(rng.normal(0.0, profiles[best].run_sigma, 2)).tolist()
-        part = excerpt(sent, max(len(sent) // 4, REQUESTS_MIN))
-        for one in close:
-            outcomes[one].append(_run(profiles[one].scaled(*factors), part, one, options))
-    for run in range(FULL_RUNS):
-        having = {one: found[run] for one, found in outcomes.items() if run < len(found)}
-        draws = np.array([_draws(o, o.good(goals).astype(float), seed + run) for o in having.values()])
-        near = np.array([_draws(o, np.minimum(o.strain(goals), 10.0), seed + run) for o in having.values()])
-        least = np.array([[max(_half_width(a - b), ERROR_MIN) for b in draws] for a in draws])
-        prices = np.array([results[one].price for one in having])
-        kept = np.array([[results[one].load_kept] for one in having])
-        top = np.argmax(draws, axis=0)
-        ties = draws.max(axis=0) - draws <= least[top].T
-        values = 1e3 * kept + draws if kept.any() else -1e3 * prices[:, None] / prices.min() - near
-        worth = np.where(ties, values, -np.inf)
-        chosen = np.argmax(worth, axis=0)
-        for place, one in enumerate(having):
-            results[one].probability += float((chosen == place).mean()) / FULL_RUNS
+def one_more_or_less(workers: Workers) -> list[Workers]:
+    """Returns the ratios with one worker more or less in a role that these workers have; both phases keep a worker."""
+    found = []
+    for role, count in enumerate(workers):
+        for step in (1, -1):
+            other = Workers(*(n + step if at == role else n for at, n in enumerate(workers)))
+            if count and min(other) >= 0 and (other.mixed or (other.prefill and other.decode)):
+                found.append(other)
+    return found

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from simulation.load.sessions import LoadSession, in_turn
-from tuning.simulator.job import Sent, clients_of
+from tuning.play.request import Sent, clients_of
 
 TPOT_S, TOKEN_S = 0.03, 0.0005  # assumed, to estimate when a turn might come and choose parts of the traffic
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from tuning.play.request import Sent
 from tuning.sessions import first_turns, more_clients
-from tuning.simulator.job import Sent
 
 PAUSE_S = 120.0  # between the windows of an excerpt, in which queues drain
 PARTS_MAX = 12
-WINDOW_REQUESTS = 400  # shorter windows end before a queue has grown
+WINDOW_REQUESTS = 100  # shorter windows end before a queue has grown
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from proto.messages import Role
 from runtime.process.version import version_of
 from tuning import fit
 from tuning.fit import Samples
+from tuning.play.cores import stretch
 from tuning.profile import ControlCost, Profile, ProfileCapacity, encoded
-from tuning.simulator.cores import stretch
 
 STEP_TOKENS = 256  # of the shortest long prompts measured: a whole step of a CPU
 SEQUENCES_MAX = 16  # streams at once that decode is measured with
@@ -129,7 +129,7 @@ def profile_of(samples: Samples, logged: Logged, about: dict[str, Any], cores: t
     control = fit.control_cost(samples.core) if cores[0] else ControlCost()
     beside_decode = fit.beside([(one, 1.0) for one in samples.prefill_beside], prefill)
     if control.step_ms and samples.decode_beside:
-        # The simulator already models the time that tokens take from prefill, so only the loss beyond it is kept here.
+        # The player already models the time that tokens take from prefill, so only the loss beyond it is kept here.
         tokens = median(control.of(one.size) / one.ms for one, _ in samples.decode_beside)
         beside_decode = max(beside_decode / stretch(1, cores[0], 1, tokens), 1.0)
     run_sigma, run_dof = fit.run_spread(

@@ -6,9 +6,9 @@ from launcher.tuning.profiles.estimate import model_of, notes, worker_profile
 from launcher.tuning.settings import TuneSettings
 from runtime.settings.options import SettingsError
 from tuning.layouts import HOST_CARDS, LayoutError, LayoutSpace, parsed
+from tuning.play.request import Sent
 from tuning.profile import Profile
 from tuning.search import Candidate, Space
-from tuning.simulator.job import Sent
 
 DEGREES = tuple(1 << power for power in range(HOST_CARDS.bit_length()))
 SPLIT_NOTE = "Workers of several cards need --engine vllm; docs/engines.md says what works so far."

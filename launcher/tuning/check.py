@@ -27,9 +27,9 @@ from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.options import SettingsError
 from runtime.settings.types import SLO_PERCENTILE
 from tuning.advise import Slo, Workers
+from tuning.play.request import Sent
 from tuning.predict import Band, Prediction, predict
 from tuning.profile import Profile
-from tuning.simulator.job import Sent
 
 RATIOS_MAX = 3
 NOT_HELD = 3  # exit status: another ratio was better live

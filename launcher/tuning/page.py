@@ -2,25 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from launcher.tuning import show
 
-COLOURS: Final = {
-    "": "var(--kept)",
-    "prefill compute": "var(--prefill)",
-    "decode compute": "var(--decode)",
-    "decode memory": "var(--memory)",
-    "prefill memory": "var(--memory)",
-    "sequences": "var(--sequences)",
-    "transfer": "var(--transfer)",
-    "shared cores": "var(--cores)",
-    "TTFT target": "var(--target)",
-    "TPOT target": "var(--target)",
-}
 WIDTH, HEIGHT = 480, 260
 LEFT, RIGHT, TOP, BOTTOM = 42, 10, 10, 34
 Point = tuple[float, float]
@@ -29,18 +17,11 @@ Point = tuple[float, float]
 def rendered(report: Mapping[str, Any]) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string(Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8"))
-    cells, best = report["map"], report["recommendation"]
+    best = report["recommendation"]["prefill"], report["recommendation"]["decode"]
     shown = [
-        square
-        | {
-            "colour": COLOURS[square["binds"]],
-            "chosen": (square["prefill"], square["decode"]) == (best["prefill"], best["decode"]),
-        }
-        for square in cells
+        square | {"words": show.square_words(square, report), "chosen": (square["prefill"], square["decode"]) == best}
+        for square in report["map"]
     ]
-    used = dict.fromkeys(
-        square["binds"] for square in sorted(cells, key=lambda square: list(COLOURS).index(square["binds"]))
-    )
     return template.render(
         report=report,
         probability=show.probability_of(report),
@@ -54,7 +35,9 @@ def rendered(report: Mapping[str, Any]) -> str:
         arrivals=Markup(arrivals_chart(report["traffic"]["per_minute"])),
         peak=max(report["traffic"]["per_minute"], default=0.0),
         rows=show.rows_of(shown),
-        key=[(name or "keeps the SLO", COLOURS[name]) for name in used],
+        across=sorted({square["decode"] for square in shown}),
+        map_title=show.map_title(report),
+        load_words=show.load_words,
     )
 
 

@@ -126,7 +126,7 @@ class TuneSettings(TrafficSettings):
     """
 
     panels: ClassVar[Panels] = {
-        "Candidates": "workers mixed own_hardware step_tokens seqs_max",
+        "Candidates": "workers mixed own_hardware step_tokens seqs_max quick",
         "Candidates of GPUs, without a profile": "cards gpu model layouts cost_per_hour",
         "Output": "out html as_json",
     }
@@ -161,6 +161,10 @@ class TuneSettings(TrafficSettings):
     )
     seqs_max: Sizes = Field(
         default_factory=list, description="Most sequences of a decode batch to compare; empty: the profile's."
+    )
+    quick: bool = Field(
+        False,
+        description="Answer within half a minute, from an excerpt: with a wider error, and fewer ratios in the table.",
     )
     out: str = Field("", description="File for the recommendation, for crossdock tune check.")
     html: str = Field("", description="File for the report as one HTML page.")

@@ -1,5 +1,6 @@
 """The report of `crossdock tune` on the terminal."""
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -12,19 +13,6 @@ from rich.text import Text
 from launcher import tables
 from launcher.models.resolve import DEFAULT_MODEL_ID
 
-LIMITS: Final = {
-    "": ("·", "green"),
-    "prefill compute": ("P", "dark_orange"),
-    "decode compute": ("D", "blue"),
-    "decode memory": ("M", "magenta"),
-    "prefill memory": ("m", "magenta"),
-    "sequences": ("S", "cyan"),
-    "transfer": ("T", "red"),
-    "shared cores": ("C", "yellow"),
-    "TTFT target": ("F", "bright_black"),
-    "TPOT target": ("L", "bright_black"),
-}
-"""The limit of a ratio: its letter and colour in the map."""
 ROWS_MAX: Final = 10  # of ratios that ran the whole trace
 BUSY_NOTE: Final = (
     "Busy: share of the time in which a prefill worker (P) or a decode worker (D) computes, and a prefill worker's link (T)"
@@ -46,7 +34,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         console.print(f"[yellow]{escape(line)}[/yellow]", highlight=False, soft_wrap=True)
     _ranked(report["ranked"], console)
     _by_workers(report, console)
-    _map(report["map"], console)
+    _map(report, console)
     _what_if(report, console)
     console.print(f"\n{apply_note(report)}", highlight=False)
     apply = report["apply"]
@@ -62,7 +50,9 @@ def apply_note(report: Mapping[str, Any]) -> str:
     apply = "To apply it, on one machine or in cluster.toml:"
     if (model := report["apply"]["model"]) not in ("", DEFAULT_MODEL_ID):
         apply = f"To apply it, on one machine (with --model for {model}) or in cluster.toml:"
-    return apply if report["disaggregate"] else f"Workers that do both phases are better for this traffic. {apply}"
+    if report["disaggregate"] or report["settings"]["workers"] == 1:
+        return apply
+    return f"Workers that do both phases are better for this traffic. {apply}"
 
 
 def of_cards(report: Mapping[str, Any]) -> bool:
@@ -71,28 +61,28 @@ def of_cards(report: Mapping[str, Any]) -> bool:
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """ "3P5D, 92 %; 4P4D −3 %": the recommendation with its probability, and how much less the next best serves."""
+    """ "3P5D, 92 %; 4P4D −3 %": the recommendation with its probability, and how much less the next best serves, or, where
+    none keeps the SLO, up to how much less of the load the next best keeps it."""
     best, others = report["recommendation"], report["ranked"][1:]
     other = next((one for one in others if one["workers"] != best["workers"]), None)
     text = f"{best['workers']}, {100 * (probability_of(report) or 0):.0f} %"
     if other is not None:
-        less = other["goodput_requests_per_s"] / max(best["goodput_requests_per_s"], 1e-9) - 1
-        text += f"; {other['workers']} serves as much" if abs(less) < 0.0005 else f"; {other['workers']} {signed(less)}"
-    if not report["disaggregate"]:
+        what = "goodput_requests_per_s" if report["kept"] or not best["load_kept"] else "load_kept"
+        less = (other[what] or 0.0) / max(best[what], 1e-9) - 1
+        text += f"; {other['workers']} {'is equal' if less > -0.0005 else signed(less)}"
+    if not report["disaggregate"] and report["settings"]["workers"] > 1:
         text += " — do not disaggregate"
-    kept = best["attainment"]
-    text += f". {100 * kept:.1f} % of requests keep the SLO"
+    text += f". {100 * best['attainment']:.1f} % of requests keep the SLO"
     if not report["kept"]:
         text += f"; {limit_words(best)}"
-    times = f"{report['headroom']:.2g} times the load"
-    text += f". It keeps the SLO up to {times}" if report["headroom"] else ". It keeps the SLO at no load"
-    text += cost_words(report)
-    fewest = report["fewest_workers"]
-    if fewest and fewest != best["workers"]:
-        text += f". The fewest {'cards' if of_cards(report) else 'workers'} that keep it: {fewest}"
-    if not report["kept"] and report["cards_enough"]:
-        text += f". About {report['cards_enough']} cards would be enough"
-    return text + "."
+    headroom = report["headroom"]
+    text += f". It keeps the SLO up to {headroom:.2g} times the load" if headroom else ". It keeps the SLO at no load"
+    if report["kept"] or not headroom:
+        return text + cost_words(report) + "."
+    needed, what = math.ceil(best["total"] / headroom), "workers"
+    if of_cards(report):
+        needed, what = report["cards_enough"], "cards"
+    return text + f", so that about {needed} {what} would be enough" + cost_words(report) + "."
 
 
 def cost_words(report: Mapping[str, Any]) -> str:
@@ -111,6 +101,8 @@ def cost_words(report: Mapping[str, Any]) -> str:
 def limit_words(one: Mapping[str, Any]) -> str:
     """Returns what limits a ratio that does not keep the SLO, and by how much."""
     gain = f"{100 * one['limit_gain']:.0f} points more"
+    if one["limit_hurts"] in ("decode memory", "sequences"):
+        gain += f"; more {one['limit_hurts']} would hurt: bound the batch (--seqs-max)"
     if one["binds"] in ("TTFT target", "TPOT target"):
         return f"the {one['binds']} limits it: more of any one resource helps nobody, and twice the target {gain}"
     return f"{one['binds']} limits it: with twice as much, {gain}"
@@ -134,7 +126,8 @@ def number(value: float | None, digits: int = 1) -> str:
 def _ranked(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     costs = ("good/money",) if rows[0]["good_per_cost"] else ()
     table = tables.Table(
-        "Whole trace; times in ms", "ratio", "step", "best", "good/s", *costs, "%", "TTFT p50", "TTFT p90", "TPOT p90",
+        f"{rows[0]['simulated_requests']:,} requests; times in ms", "ratio", "step", "best", "good/s", *costs, "%",
+        "keeps load", "TTFT p50", "TTFT p90", "TPOT p90",
         "busy P/D/T", tables.words("limited by"),
     )  # fmt: skip
     for one in rows[:ROWS_MAX]:
@@ -145,18 +138,26 @@ def _ranked(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
             number(one["goodput_requests_per_s"], 2),
             *(number(one["good_per_cost"], 0) for _ in costs),
             number(100 * one["attainment"]),
+            load_words(one),
             number(one["ttft_ms"]["p50"], 0),
             number(one["ttft_ms"]["p90"], 0),
             number(one["tpot_ms"]["p90"]),
             f"{one['prefill_busy']:.2f}/{one['decode_busy']:.2f}/{one['link_busy']:.2f}",
-            one["binds"] or "nothing",
+            one["binds"],
         )
     table.show(console)
     console.print(f"[dim]{BUSY_NOTE}[/dim]", highlight=False)
 
 
+def load_words(one: Mapping[str, Any]) -> str:
+    """Up to which multiple of the load a ratio keeps the SLO, where that is known."""
+    return "" if one["load_kept"] is None else f"× {one['load_kept']:.2f}"
+
+
 def _what_if(report: Mapping[str, Any], console: Console) -> None:
-    table = tables.Table("What if", "load", tables.words("workers"), "good/s", "%")
+    table = tables.Table(
+        f"What if, on {report['what_if_requests']:,} requests", "load", tables.words("workers"), "good/s", "%"
+    )
     for one in report["what_if"]:
         table.row(
             f"× {one['load']:g}",
@@ -168,11 +169,10 @@ def _what_if(report: Mapping[str, Any], console: Console) -> None:
 
 
 def families(report: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any] | None, Mapping[str, Any] | None]]:
-    """Returns, for each number of workers, the best ratio with separate phases and the mixed one, if they ran the whole
-    trace."""
+    """Returns, for each number of workers, the best ratio with separate phases and the mixed one, all on the same excerpt."""
     found = []
-    for total in range(1, report["settings"]["workers"] + 1):
-        rows = [one for one in report["candidates"] if one["total"] == total and one["whole_trace"]]
+    for total in sorted({one["total"] for one in report["by_workers"]}):
+        rows = [one for one in report["by_workers"] if one["total"] == total]
         sides = [[one for one in rows if bool(one["mixed"]) is mixed] for mixed in (False, True)]
         apart, mixed = (max(side, key=itemgetter("attainment"), default=None) for side in sides)
         found.append((total, apart, mixed))
@@ -181,8 +181,15 @@ def families(report: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any] | N
 
 def _by_workers(report: Mapping[str, Any], console: Console) -> None:
     what = "cards" if of_cards(report) else "workers"
+    part = report["what_if_requests"]
     table = tables.Table(
-        f"Goodput by number of {what} (good/s, 90 % band)", what, "best ratio", "good/s", "band", "mixed", "band "
+        f"Goodput by number of {what} (good/s, 90 % band), on {part:,} requests",
+        what,
+        "best ratio",
+        "good/s",
+        "band",
+        "mixed",
+        "band ",
     )
     for total, apart, mixed in families(report):
         if of_cards(report) and not apart and not mixed:
@@ -197,21 +204,30 @@ def _interval(one: Mapping[str, Any] | None) -> tuple[str, str]:
     return number(one["goodput_requests_per_s"], 2), f"{one['goodput_low']:.2f}–{one['goodput_high']:.2f}"
 
 
-def _map(cells: Sequence[Mapping[str, Any]], console: Console) -> None:
-    if not cells:
+def _map(report: Mapping[str, Any], console: Console) -> None:
+    rows = rows_of(report["map"])
+    if len(rows) < 2:
         return
-    console.print(Text("What limits each ratio, on an excerpt (prefill down, decode across)", style="bold italic"))
-    rows = rows_of(cells)
-    text = Text("     " + "".join(f"{square['decode']:>4}" for square in rows[0]) + "\n")
+    console.print(Text(f"{map_title(report)} (prefill down, decode across)", style="bold italic"))
+    across = sorted({square["decode"] for square in report["map"]})
+    text = Text("     " + "".join(f"{decode:>5}" for decode in across) + "\n")
     for row in rows:
+        squares = {square["decode"]: square for square in row}
         text.append(f"{row[0]['prefill']:>4} ")
-        for square in row:
-            letter, colour = LIMITS[square["binds"]]
-            text.append(f"{letter:>4}", style=colour)
+        for decode in across:
+            square = squares.get(decode)
+            text.append(f"{square_words(square, report):>5}", style="green" if square and square["keeps"] else "")
         text.append("\n")
     console.print(text, end="")
-    used = sorted({square["binds"] for square in cells})
-    console.print("     " + ", ".join(f"{LIMITS[name][0]} {name or 'keeps the SLO'}" for name in used), highlight=False)
+
+
+def map_title(report: Mapping[str, Any]) -> str:
+    what = "Percent of requests within the SLO" if report["kept"] else "Percent of the load up to which the SLO is kept"
+    return f"{what}, on an excerpt"
+
+
+def square_words(square: Mapping[str, Any] | None, report: Mapping[str, Any]) -> str:
+    return "" if square is None else f"{100 * square['attainment' if report['kept'] else 'load']:.0f}"
 
 
 def rows_of(cells: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
@@ -220,11 +236,8 @@ def rows_of(cells: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]
 
 
 def how(report: Mapping[str, Any]) -> str:
-    rows = report["candidates"]
-    full = sum(1 for one in rows if one["whole_trace"])
-    none = sum(1 for one in rows if not one["simulated_requests"])
-    part = len(rows) - full - none
+    full, part = report["ranked"], report["by_workers"]
     return (
-        f"{len(rows)} candidates in {report['seconds']} s: {full} ran the whole trace, {part} excerpts of it,"
-        f" {none} were discarded by their bound."
+        f"{report['candidates']} candidates in {report['seconds']} s; {len(part)} of them played"
+        f" {part[0]['simulated_requests']:,} requests, and {len(full)} played {full[0]['simulated_requests']:,}."
     )

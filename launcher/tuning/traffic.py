@@ -15,9 +15,9 @@ from launcher.tuning import event_log
 from launcher.tuning.settings import TrafficSettings
 from runtime.settings.options import SettingsError
 from runtime.tenancy.priority_classes import DEFAULT_PRIORITY_CLASSES
+from tuning.play.request import Sent
 from tuning.profile import Profile, ProfileError, decoded, merged
 from tuning.sessions import played
-from tuning.simulator.job import Sent
 from tuning.traffic import fitted
 
 PROFILE_BYTES_MAX = 16 << 20

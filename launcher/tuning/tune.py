@@ -1,15 +1,22 @@
 """`crossdock tune`: which workers serve a traffic best, on the terminal, as JSON and as a page."""
 
+import contextlib
 import math
+import multiprocessing
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from datetime import datetime
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from launcher import reports
 from launcher.tuning import cards, page, show
@@ -23,15 +30,16 @@ from runtime.settings.types import SLO_PERCENTILE
 from tuning.advise import Slo
 from tuning.goals import Goals
 from tuning.layouts import cards_enough, cluster_toml
+from tuning.play.options import RunOptions
+from tuning.play.outcome import PlayedOutcome
+from tuning.play.plays import Each
+from tuning.play.request import Sent
 from tuning.profile import ControlCost, Profile
-from tuning.search import Candidate, Found, Scored, Space, search
-from tuning.sensitivity import map_of, what_if
-from tuning.simulator.job import Sent
-from tuning.simulator.options import RunOptions
-from tuning.simulator.outcome import SimulatedOutcome
+from tuning.search import FULL, QUICK, Candidate, Effort, Found, Scored, Space, search
 from tuning.traffic import per_minute, summary
 
-FORMAT = 2
+FORMAT = 3
+POOL_REQUESTS = 30_000  # to be played, from which on starting processes for all cores saves time
 ORIGINS = {
     "calibrated": "The profile was measured {}; runs differ by {}.",
     "estimated": "The profile is an estimate {}, {}.",
@@ -144,14 +152,15 @@ def _age_days(when: str) -> int:
     return (datetime.now(measured.tzinfo) - measured).days
 
 
-def report_of(
-    settings: TuneSettings, profile: Profile, goals: Goals, console: Console, kinds: Mapping[int, Profile] | None = None
-) -> dict[str, Any]:
-    """Everything that is shown. `kinds`: profiles by degree of tensor parallelism. Raises `SettingsError`."""
-    played = fitted_traffic(settings, profile)
-    sent = played.sent
-    profile = own_hardware(profile) if settings.own_hardware else profile
-    check_classes(goals, sent)
+def searched(
+    settings: TuneSettings,
+    profile: Profile,
+    goals: Goals,
+    sent: Sequence[Sent],
+    console: Console,
+    kinds: Mapping[int, Profile],
+) -> tuple[Found, Profile]:
+    """Returns what was found, and the profile of the recommended workers."""
     space = Space(
         settings.workers,
         (settings.mixed or settings.workers == 1) and not settings.prefill_profile,
@@ -160,21 +169,44 @@ def report_of(
         (usual_stall_share(profile),),
         mixed_max=profile.prefill_cores + profile.decode_cores,
     )
-    space = cards.space_of(settings, space, kinds, sent) if kinds else space
+    if kinds:
+        space = cards.space_of(settings, space, kinds, sent)
     options = RunOptions(hit_rate=settings.hit_rate, block_tokens=block_tokens(settings))
-    began = time.perf_counter()
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("simulating", total=None)
+    effort = QUICK if settings.quick else FULL
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with (
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
+        on_all_cores(len(space.candidates()), len(sent), effort) as each,
+    ):
+        task = bar.add_task("playing", total=None)
 
         def tell(what: str, done: int, of: int) -> None:
             bar.update(task, description=what, completed=done, total=of)
 
-        found = search(profile, sent, goals, space, options, tell=tell, seed=settings.seed)
-        profile = space.profile_of(profile, found.best.candidate)
-        cells = [] if kinds else map_of(profile, sent, goals, found, options, tell)
-        changed, headroom = what_if(profile, sent, goals, space, found, options, tell)
-    best, seen = found.best, as_it_came(sent, found.outcome)
+        found = search(profile, sent, goals, space, options, effort=effort, each=each, tell=tell, seed=settings.seed)
+    return found, space.profile_of(profile, found.best.candidate)
+
+
+def report_of(
+    settings: TuneSettings, profile: Profile, goals: Goals, console: Console, kinds: Mapping[int, Profile] | None = None
+) -> dict[str, Any]:
+    """Everything that is shown. `kinds`: profiles by degree of tensor parallelism. Raises `SettingsError`."""
+    kinds = kinds or {}
+    played = fitted_traffic(settings, profile)
+    sent = played.sent
+    profile = own_hardware(profile) if settings.own_hardware else profile
+    check_classes(goals, sent)
+    began = time.perf_counter()
+    found, profile = searched(settings, profile, goals, sent, console, kinds)
+    best = found.best
+    assert best.outcome is not None
+    seen = as_it_came(sent, best.outcome)
     report: dict[str, Any] = plain(
         {
             "format": FORMAT,
@@ -190,14 +222,15 @@ def report_of(
             "recommendation": entry(best, found),
             "disaggregate": not best.candidate.workers.mixed,
             "kept": best.attainment >= goals.percentile,
-            "fewest_workers": fewest(found),
-            "cards_enough": cards_enough(best.candidate, max(headroom, best.load_kept)) if kinds else 0,
             "ranked": [entry(one, found) for one in found.ranked],
-            "candidates": [entry(one, found) for one in found.results.values()],
-            "class_attainment": found.class_attainment,
-            "map": [square._asdict() for square in cells],
-            "what_if": [row._asdict() for row in changed],
-            "headroom": headroom,
+            "by_workers": [entry(one, found) for one in found.second],
+            "class_attainment": class_attainment(best.outcome, goals),
+            "map": [] if kinds else map_of(found),
+            "what_if": [row._asdict() for row in found.changed],
+            "what_if_requests": found.changed_requests,
+            "headroom": found.headroom,
+            "cards_enough": cards_enough(best.candidate, found.headroom) if kinds else 0,
+            "candidates": len(found.first),
             "caveats": caveats(settings, profile, played) + (cards.caveats(profile, best.candidate) if kinds else []),
             "apply": apply_cards(best.candidate, profile) if kinds else apply_lines(best, profile),
             "seconds": round(time.perf_counter() - began, 1),
@@ -215,13 +248,49 @@ def _about(settings: TuneSettings, profile: Profile) -> dict[str, Any]:
     }
 
 
-def as_it_came(sent: Sequence[Sent], outcome: SimulatedOutcome) -> list[Sent]:
+@contextlib.contextmanager
+def on_all_cores(candidates: int, requests: int, effort: Effort) -> Iterator[Each]:
+    """Yields a `map` that uses all cores, if there is enough to play."""
+    count = len(os.sched_getaffinity(0))
+    if count < 2 or candidates * min(requests, effort.first) + 10 * min(requests, effort.second) < POOL_REQUESTS:
+        yield map
+        return
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
+        yield pool.map
+
+
+def as_it_came(sent: Sequence[Sent], outcome: PlayedOutcome) -> list[Sent]:
     """Returns the requests with the times at which the recommended ratio got them: turns of sessions come when answers have
     come."""
-    if not outcome.clients:
+    if not outcome.clients or len(outcome.clients) < len(sent):
         return list(sent)
     moved = [one._replace(at_s=at_s) for one, at_s in zip(sent, outcome.at_s.tolist(), strict=True)]
     return sorted(moved, key=lambda one: one.at_s)
+
+
+def class_attainment(outcome: PlayedOutcome, goals: Goals) -> dict[str, float]:
+    good, names = outcome.good(goals), np.array(outcome.classes)
+    return {str(name): float(good[names == name].mean()) for name in np.unique(names)}
+
+
+def map_of(found: Found) -> list[dict[str, Any]]:
+    """Returns a square for each ratio of separate workers with the recommended step budget, as the first excerpt has it."""
+    best = found.best.candidate
+    squares = []
+    for one in found.first:
+        (prefill, decode, mixed), chosen = one.candidate.workers, replace(one.candidate, workers=best.workers)
+        if chosen == best and not mixed:
+            kept = one.attainment >= one.percentile
+            squares.append(
+                {
+                    "prefill": prefill,
+                    "decode": decode,
+                    "attainment": one.attainment,
+                    "keeps": kept,
+                    "load": one.load_kept,
+                }
+            )
+    return sorted(squares, key=itemgetter("prefill", "decode"))
 
 
 def plain(value: Any) -> Any:
@@ -234,42 +303,42 @@ def plain(value: Any) -> Any:
 
 
 def entry(result: Scored, found: Found) -> dict[str, Any]:
-    candidate, per_s = result.candidate, result.requests_per_s or found.requests_per_s
+    candidate, per_s, outcome = result.candidate, found.requests_per_s_of(result), result.outcome
+    assert outcome is not None
+    cost = result.price if found.has_costs else 0.0
+    keeps = result.attainment >= result.percentile
+    low, high = (per_s * float(value) for value in np.quantile(result.shares[1.0][1:], (0.05, 0.95)))
     return {
         "workers": str(candidate),
         "prefill": candidate.workers.prefill,
         "decode": candidate.workers.decode,
         "mixed": candidate.workers.mixed,
         "total": candidate.all_cards,
-        "cost_per_hour": result.cost_per_hour or None,
-        "good_per_cost": 3600 * per_s * result.attainment / result.cost_per_hour if result.cost_per_hour else None,
+        "cost_per_hour": cost or None,
+        "good_per_cost": 3600 * per_s * result.attainment / cost if cost else None,
         "step_tokens": candidate.step_tokens,
         "seqs_max": candidate.seqs_max,
         "stall_share": candidate.stall_share,
-        "bound": result.bound,
         "simulated_requests": result.requests,
-        "whole_trace": result.full,
-        "attainment": result.attainment if result.requests else None,
-        "goodput_requests_per_s": per_s * result.attainment if result.requests else None,
-        "goodput_low": per_s * result.low if result.requests else None,
-        "goodput_high": per_s * result.high if result.requests else None,
+        "attainment": result.attainment,
+        "load_kept": result.load_kept if len(result.shares) > 1 else None,
+        "goodput_requests_per_s": per_s * result.attainment,
+        "goodput_low": low,
+        "goodput_high": high,
         "strain": result.strain,
-        "binds": result.binds,
-        "limit_gain": result.limit_gain,
-        "probability": result.probability if result.full else None,
-        "prefill_busy": result.prefill_busy,
-        "decode_busy": result.decode_busy,
-        "link_busy": result.link_busy,
-        "batch_mean": result.batch_mean,
-        **result.figures,
+        "binds": " or ".join((result.limit.name, *result.limit.equals)) or ("nothing" if keeps else ""),
+        "limit_gain": result.limit.gain,
+        "limit_hurts": result.limit.hurts,
+        "probability": result.probability if result.whole else None,
+        "prefill_busy": outcome.prefill_busy,
+        "decode_busy": outcome.decode_busy,
+        "link_busy": outcome.link_busy,
+        "batch_mean": outcome.batch_mean,
+        **{
+            metric: dict(zip(("p50", "p90", "p99"), outcome.percentiles(metric, (0.5, 0.9, 0.99)), strict=True))
+            for metric in ("ttft_ms", "tpot_ms", "itl_ms")
+        },
     }
-
-
-def fewest(found: Found) -> str:
-    """Returns the smallest ratio that keeps the SLO, of those that ran the whole trace."""
-    keep = [one for one in found.ranked if one.attainment >= found.goals.percentile]
-    best = min(keep, key=lambda one: (one.candidate.all_cards, *one.rank()), default=None)
-    return "" if best is None else str(best.candidate)
 
 
 def apply_cards(candidate: Candidate, profile: Profile) -> dict[str, Any]:

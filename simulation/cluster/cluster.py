@@ -69,6 +69,8 @@ class VirtualCluster(ClusterSurroundings):
         from. Without `progress` they do not report progress."""
         super().__init__(timing or Timing(), seed)
         self.core = core(limits)
+        self._deadline: float | None = None
+        self._deadline_known = False
         self.block_size = block_size
         self.on_end: Callable[[ClientRequest], None] = lambda request: None
         self.on_death = self.lose
@@ -263,6 +265,7 @@ class VirtualCluster(ClusterSurroundings):
         self.post(Received(incarnation, message, blob))
 
     def post(self, event: Event) -> None:
+        self._deadline_known = False
         for action in self.core.handle(event, self.now):
             match action:
                 case Send(incarnation, message, blob):
@@ -286,12 +289,18 @@ class VirtualCluster(ClusterSurroundings):
     @property
     def due_s(self) -> float:
         """When the next event is due, or the next deadline of the coordinator if there is none."""
-        deadline = self.core.next_deadline() if self.next_s == inf else None
+        deadline = self._next_deadline() if self.next_s == inf else None
         return self.next_s if deadline is None else deadline
+
+    def _next_deadline(self) -> float | None:
+        """The coordinator's next deadline, which only an event changes."""
+        if not self._deadline_known:
+            self._deadline, self._deadline_known = self.core.next_deadline(), True
+        return self._deadline
 
     def step(self) -> None:
         """Handles the next due event. A deadline of the coordinator that is earlier comes first."""
-        deadline = self.core.next_deadline() if self.next_s > self.now else None
+        deadline = self._next_deadline() if self.next_s > self.now else None
         if deadline is not None and deadline < self.next_s:
             self.advance(deadline)
             self.post(Tick())

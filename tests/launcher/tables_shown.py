@@ -139,16 +139,17 @@ RANKED: list[dict[str, Any]] = [
         "workers": workers, "step_tokens": 2048, "probability": 0.92, "goodput_requests_per_s": 1_234.56, "attainment": 1.0,
         "good_per_cost": 1_234_567.0, "ttft_ms": {"p50": 12_345.0, "p90": 123_456.0}, "tpot_ms": {"p90": 1_234.5},
         "prefill_busy": 0.987, "link_busy": 0.123, "decode_busy": 0.123, "binds": binds,
+        "load_kept": 0.987, "simulated_requests": 19_366,
     }
     for workers, binds in (("128P384D", "prefill compute"), ("512M", ""))
 ]  # fmt: skip
 TUNED: dict[str, Any] = {
     "settings": {"workers": 2},
-    "candidates": [
+    "what_if_requests": 4_800,
+    "by_workers": [
         {
             "workers": workers, "total": total, "mixed": mixed, "attainment": 0.9, "strain": 1.0,
             "goodput_requests_per_s": 1_234.56, "goodput_low": 1_200.0, "goodput_high": 1_300.0,
-            "whole_trace": True,
         }
         for workers, total, mixed in (("1P1D", 2, 0), ("1M", 1, 1), ("2M", 2, 2))
     ],

@@ -1,7 +1,7 @@
 """The simulator against measured runs of another system: OPT-13B on A100 with DistServe, one prefill and one decode instance.
 
 Six numbers (prefill and decode steps as lines, two KV pools) are fitted to the runs at 3, 6, 9 and 12 requests/s and predict
-those at 4.5, 7.5 and 10.5. That system computes a prompt before it looks for room in decode (`RunOptions.late_room`).
+those at 4.5, 7.5 and 10.5. That system computes a prompt before it looks for room in decode (`LateRoom`).
 
 The file is not part of the project: per-request latencies from DistServe's published history (LLMServe/DistServe,
 Apache-2.0), with the columns requests, rate_per_s, arrival_s, prompt_tokens, output_tokens, ttft_ms, tpot_ms.
@@ -10,31 +10,64 @@ CROSSDOCK_DATA names its folder.
 
 import csv
 import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 
 from coordinator.events import Limits
+from scheduler.request import Request
+from scheduler.workers.worker import Worker
 from tests.test_tidy import ROOT
 from tuning.advise import Slo, Workers
+from tuning.play.options import RunOptions
+from tuning.play.outcome import Floats
+from tuning.play.player import Player
+from tuning.play.request import PlayedRequest, Sent
 from tuning.profile import Curve, DecodeCost, PrefillCost, Profile, ProfileCapacity
-from tuning.simulator.cluster import Simulator
-from tuning.simulator.job import Sent
-from tuning.simulator.options import RunOptions
-from tuning.simulator.outcome import Floats
 
 FILE = Path(os.environ.get("CROSSDOCK_DATA") or ROOT.parent / "shared" / "data") / "distserve_opt13b_a100_c21d11.csv"
 SLO = Slo(200.0, 100.0)
 FITTED_RATES = (3.0, 6.0, 9.0, 12.0)
-OPTIONS = RunOptions(limits=Limits(queue_requests_max=10**6, queue_wait_s_max=1e6, step_ms=0), late_room=True)
+OPTIONS = RunOptions(limits=Limits(queue_requests_max=10**6, queue_wait_s_max=1e6, step_ms=0))
 FITTED = (23.4, 0.0633, 26.4, 0.65, 3830.0, 9280.0)  # what `fit` gives, to three digits
 
 pytestmark = pytest.mark.skipif(not FILE.is_file(), reason=f"needs {FILE}; set CROSSDOCK_DATA")
+
+
+class LateRoom(Player):
+    """Room in decode is sought only after the prompt is computed. Until then the prompt's KV stays where it was computed."""
+
+    def __init__(self, profile: Profile, workers: Workers, sent: list[Sent], options: RunOptions) -> None:
+        self._blocks, self._waits = profile.decode_capacity.kv_blocks, deque[tuple[Request, int]]()
+        endless = msgspec.structs.replace(profile.decode_capacity, kv_blocks=1 << 30)
+        super().__init__(profile.replaced(decode_capacity=endless), workers, sent, options)
+
+    def _arrived(self, request: Request, attempt: int) -> None:
+        self._waits.append((request, attempt))
+        self._let_in()
+
+    def _finished(self, request: Request, job: PlayedRequest, worker: Worker) -> None:
+        super()._finished(request, job, worker)
+        self._let_in()
+
+    def _let_in(self) -> None:
+        [batch] = self._decode.values()
+        while self._waits:
+            job = self._job(self._waits[0][0])
+            taken = sum(blocks(one) for one in (job for _, _, job in batch._ends)) + blocks(job)
+            if taken > self._blocks or batch.sequences >= 256:
+                return
+            super()._arrived(*self._waits.popleft())
+
+
+def blocks(job: PlayedRequest) -> int:
+    return -(-(job.prompt + job.output_max - 1) // 16)
 
 
 class Run(NamedTuple):
@@ -78,7 +111,7 @@ def profile(numbers: tuple[float, ...]) -> Profile:
 
 def shares(run: Run, numbers: tuple[float, ...]) -> list[tuple[float, float]]:
     """Predicted and measured: of both limits, of the first token's, of the later ones'."""
-    outcome = Simulator(profile(numbers), Workers(1, 1), run.sent, OPTIONS).run()
+    outcome = LateRoom(profile(numbers), Workers(1, 1), run.sent, OPTIONS).run()
     late, slow = outcome.misses(SLO)
     in_time, fast = run.ttft_ms <= SLO.ttft_ms, run.tpot_ms <= SLO.tpot_ms
     pairs = (~(late | slow), in_time & fast), (~late, in_time), (~slow, fast)

@@ -19,7 +19,6 @@ from tuning.estimates.cards import CARDS
 from tuning.estimates.roofline import ERRORS, EstimateError, Roofline, estimated
 from tuning.estimates.shapes import KNOWN, ShapeError, of_config
 from tuning.profile import Profile, decoded, encoded, merged
-from tuning.simulator.cluster import Simulator
 
 DEGREES = 1, 2, 4, 8
 MEASURED = {
@@ -125,7 +124,7 @@ def test_unfitted_ttft_is_predicted() -> None:
     )
     for run in distserve.runs():
         if run.rate_per_s <= 6:
-            outcome = Simulator(both, Workers(1, 1), run.sent, distserve.OPTIONS).run()
+            outcome = distserve.LateRoom(both, Workers(1, 1), run.sent, distserve.OPTIONS).run()
             ttft = np.nanmedian(outcome.ttft_ms) / np.median(run.ttft_ms) - 1
             tpot = np.nanmedian(outcome.tpot_ms) / np.median(run.tpot_ms[run.tpot_ms > 0]) - 1
             assert -0.25 < ttft < 0.15

@@ -12,12 +12,11 @@ from launcher.load.records import RequestRecord, RunFile
 from launcher.tuning.profiles.from_vllm import ServerFailed, _first_model, kv_tokens_of, read_timings, run, samples_of
 from launcher.tuning.profiles.settings import FromVllmSettings
 from runtime.settings.options import SettingsError
-from tests.helpers import first
 from tests.tuning.profiles import GPU
 from tuning.advise import Slo
 from tuning.estimates.from_timings import MeasuredServer, RequestTiming, TimingsError, fitted, profile_of, simulated
+from tuning.play.request import Sent
 from tuning.profile import ProfileCapacity, merged
-from tuning.simulator.job import Sent
 
 SERVER = MeasuredServer(ProfileCapacity(8000, 16, 64, 8192), step_tokens=1024, bytes_per_token=131072.0)
 TRUE = (6.0, 0.05, 4e-6, 9.0, 0.15, 5e-5)  # as `profile_of` takes them
@@ -42,7 +41,8 @@ def taken(sent: Sequence[Sent], noise: float = 0.0) -> list[RequestTiming]:
     return found
 
 
-@pytest.mark.parametrize("noise", first(1, [0.1, 0.0]))
+@pytest.mark.long
+@pytest.mark.parametrize("noise", [0.1, 0.0])
 def test_fit_predicts_unseen_loads(noise: float) -> None:
     """A profile fitted to timings predicts the attainment at loads that it has not seen."""
     seen = traffic(4, 60, 1) + [one._replace(at_s=one.at_s + 60) for one in traffic(9, 60, 2)]

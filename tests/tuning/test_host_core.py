@@ -10,10 +10,10 @@ from launcher.tuning.core_time import shared_core_ms
 from tests.tuning.profiles import GPU
 from tuning.advise import Workers
 from tuning.fit import control_cost
+from tuning.play.cores import stretch
+from tuning.play.player import Player
+from tuning.play.request import Sent
 from tuning.profile import ControlCost, Curve, DecodeCost, HostCost, PrefillCost
-from tuning.simulator.cluster import Simulator
-from tuning.simulator.cores import stretch
-from tuning.simulator.job import Sent
 
 TINY = GPU.replaced(
     prefill=PrefillCost(Curve((1.0, 256.0), (1.0, 2.0))),
@@ -28,7 +28,7 @@ ONE_EACH = Workers(1, 1)
 
 
 def ttft(*sent: Sent, workers: Workers = ONE_EACH) -> list[float]:
-    return [float(ms) for ms in Simulator(TINY, workers, sent).run().ttft_ms]
+    return [float(ms) for ms in Player(TINY, workers, sent).run().ttft_ms]
 
 
 def test_lone_request_takes_measured_time() -> None:
@@ -62,7 +62,7 @@ def test_tokens_take_only_their_share() -> None:
 def gaps(streams: int, workers: Workers, control_ms: float) -> float:
     """Mean time per later token, in ms, of so many streams."""
     sent = [Sent(0.0, 16, 300)] * streams
-    outcome = Simulator(TINY.replaced(control=ControlCost(control_ms)), workers, sent).run()
+    outcome = Player(TINY.replaced(control=ControlCost(control_ms)), workers, sent).run()
     return float(np.median(outcome.tpot_ms))
 
 
@@ -90,20 +90,18 @@ def test_missing_core_figures_change_nothing() -> None:
     rng = np.random.default_rng(1)
     sent = [Sent(at, int(rng.integers(16, 900)), 40) for at in np.cumsum(rng.exponential(0.02, 200)).tolist()]
     plain = TINY.replaced(control=ControlCost(), host=HostCost(step_gap_ms=3.0))
-    without = Simulator(plain, Workers(2, 2), sent).run()
-    with_host = Simulator(plain.replaced(host=TINY.host), Workers(2, 2), sent).run()
+    without = Player(plain, Workers(2, 2), sent).run()
+    with_host = Player(plain.replaced(host=TINY.host), Workers(2, 2), sent).run()
     assert with_host.ttft_ms == pytest.approx(without.ttft_ms + 10.0)
     # Workers that have cores of their own, or a GPU: what tokens take does not matter.
     apart = plain.replaced(host=TINY.host, prefill_cores=0, decode_cores=0)
-    figures = [
-        Simulator(one, Workers(2, 2), sent).run().ttft_ms for one in (apart, apart.replaced(control=TINY.control))
-    ]
+    figures = [Player(one, Workers(2, 2), sent).run().ttft_ms for one in (apart, apart.replaced(control=TINY.control))]
     assert (figures[0] == figures[1]).all()
 
 
 def test_queue_time_begins_at_coordinator() -> None:
     """The queue time of a request begins when it reaches the coordinator."""
-    outcome = Simulator(TINY, Workers(1, 1), [Sent(0.0, 256, 1)]).run()
+    outcome = Player(TINY, Workers(1, 1), [Sent(0.0, 256, 1)]).run()
     assert outcome.queue_ms[0] == pytest.approx(0.0, abs=1e-6)
 
 

@@ -110,7 +110,7 @@ def test_named_layouts_are_compared(tmp_path: Path, capsys: pytest.CaptureFixtur
     """`--layouts` plays these alone, and answers with one of them, its file, and the command that starts it."""
     names = ["1P@TP2+1D@TP2", "1M@TP4", "4M"]
     found = report(tmp_path, layouts=names)
-    assert {one["workers"] for one in found["candidates"]} == set(names)
+    assert {one["workers"] for one in found["ranked"]} == set(names)
     assert found["recommendation"]["workers"] in names
     assert found["apply"]["cluster_toml"][0] == f'model = "{ASKED["model"]}"'
     parse("\n".join(found["apply"]["cluster_toml"]), PurePath("/"))

@@ -6,10 +6,10 @@ import pytest
 from tests.tuning.profiles import GPU
 from tuning import fit
 from tuning.advise import Slo, Workers
+from tuning.play.player import Player
+from tuning.play.request import Sent
 from tuning.predict import predict, run_factors, scattered
 from tuning.profile import HostCost, PrefillCost, Residuals
-from tuning.simulator.cluster import Simulator
-from tuning.simulator.job import Sent
 
 SLO = Slo(150.0, 14.0)
 SCATTER = Residuals(50, -0.1, 0.0, 0.11, 0.3)
@@ -22,6 +22,7 @@ def traffic(count: int, seed: int) -> list[Sent]:
     return [Sent(at, int(rng.integers(50, 1500)), int(rng.integers(5, 80))) for at in times]
 
 
+@pytest.mark.long
 def test_bands_cover_measured_runs() -> None:
     """Machines calibrated in five rounds, each as far from the truth as the run that is predicted."""
     rng, sigma, inside, asked = np.random.default_rng(4), 0.1, 0, 0
@@ -33,7 +34,7 @@ def test_bands_cover_measured_runs() -> None:
         sent = traffic(120, number)
         found = predict(known.replaced(run_sigma=spread, run_dof=dof), Workers(1, 1), sent, SLO, runs=13)
         factor = float(np.exp(rng.normal(0.0, sigma)))
-        live = scattered(Simulator(MACHINE.scaled(factor, factor), Workers(1, 1), sent).run(), MACHINE, rng)
+        live = scattered(Player(MACHINE.scaled(factor, factor), Workers(1, 1), sent).run(), MACHINE, rng)
         for metric in ("ttft_ms", "tpot_ms"):
             values = getattr(live, metric)
             for rank, share in (("p50", 0.5), ("p90", 0.9)):
@@ -80,7 +81,7 @@ def test_gaps_stay_uneven() -> None:
 
 def test_scatter_keeps_the_median() -> None:
     """Scatter keeps the median and the requests without an answer."""
-    outcome = Simulator(MACHINE, Workers(1, 1), traffic(400, 3)).run()
+    outcome = Player(MACHINE, Workers(1, 1), traffic(400, 3)).run()
     outcome.ttft_ms[7] = np.nan
     found = scattered(outcome, MACHINE, np.random.default_rng(1))
     assert np.nanmedian(found.ttft_ms) == pytest.approx(np.nanmedian(outcome.ttft_ms), rel=0.05)

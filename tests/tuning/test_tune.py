@@ -27,12 +27,12 @@ from tuning.profile import encoded
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a profile and a trace of a minute."""
+    """A folder with a profile and a trace of ten seconds."""
     monkeypatch.setenv("COLUMNS", "120")
     (tmp_path / "profile.json").write_bytes(encoded(GPU))
     rng = np.random.default_rng(5)
     at_s, lines = 0.0, ["arrival_s,prompt_tokens,output_tokens"]
-    while at_s < 60:
+    while at_s < 10:
         at_s += rng.exponential(1 / 8)
         lines.append(f"{at_s:.3f},{int(rng.lognormal(6.7, 0.6))},{int(rng.lognormal(4.6, 0.5)) + 1}")
     (tmp_path / "traffic.csv").write_text("\n".join(lines))
@@ -71,7 +71,6 @@ def test_guide_command_works_offline(here: Path) -> None:
     assert done.stdout.count(best["workers"]) >= 2
     roles = [f"--{role} {best[role]}" for role in ("prefill", "decode", "mixed") if best[role]]
     assert f"crossdock serve {' '.join(roles)}\n" in done.stdout and report["apply"]["workers"] == best["workers"]
-    assert all(one["attainment"] is None or one["attainment"] <= one["bound"] + 1e-9 for one in report["candidates"])
     assert report["what_if"][2]["attainment"] == pytest.approx(best["attainment"], abs=0.1)
     assert report["headroom"] >= 1 and report["caveats"] == []
     page = (here / "best.html").read_text()
@@ -81,15 +80,14 @@ def test_guide_command_works_offline(here: Path) -> None:
 
 
 def test_single_worker_stays_mixed(here: Path) -> None:
-    """A mix for one worker gets one mixed worker and the advice not to disaggregate."""
+    """A mix for one worker gets one mixed worker, and no advice about phases, which one worker cannot separate."""
     done = crossdock(
         here, "tune", "--rate", "0.5", "--duration", "120", "--workers", "1", "--slo-tpot-ms", "80", "--json"
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["recommendation"]["workers"] == "1M"
-    assert not report["disaggregate"]
-    assert "do not disaggregate" in done.stderr
+    assert not report["disaggregate"] and "do not disaggregate" not in done.stderr
 
 
 def test_mistakes_name_the_option(here: Path) -> None:
@@ -117,7 +115,7 @@ def test_mistakes_name_the_option(here: Path) -> None:
     assert done.returncode != 0
     assert "not a file of this version's crossdock tune --out" in done.stderr + done.stdout
     for settings, named in (({"rate": -1}, "settings.rate"), ({"trace": "gone.csv"}, "gone.csv")):
-        (here / "bad.json").write_text(json.dumps({"format": 2, "settings": settings, "ranked": [{"workers": "1P1D"}]}))
+        (here / "bad.json").write_text(json.dumps({"format": 3, "settings": settings, "ranked": [{"workers": "1P1D"}]}))
         done = crossdock(here, "tune", "check", "bad.json")
         assert done.returncode != 0
         assert re.search(f"bad.json: .*{named}", done.stderr + done.stdout), done.stderr
@@ -159,13 +157,13 @@ def test_unwritable_output_is_refused_first(tmp_path: Path) -> None:
 
 def test_unreachable_limits_name_a_cause(here: Path) -> None:
     """No more workers than help are recommended, with what limits them, where no ratio keeps the SLO."""
-    mix = ("--rate", "0.5", "--duration", "200", "--workers", "4", "--slo-ttft-ms", "30", "--json")
+    mix = ("--rate", "0.5", "--duration", "100", "--workers", "3", "--slo-ttft-ms", "30", "--json")
     done = crossdock(here, "tune", *mix)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     best = report["recommendation"]
-    assert not report["kept"] and not report["headroom"] and not report["fewest_workers"]
-    assert best["total"] < 4 and best["binds"] == "prefill compute"
+    assert not report["kept"] and not report["headroom"]
+    assert best["total"] < 3 and best["binds"] == "prefill compute"
     assert "prefill compute limits it: with twice as much," in " ".join(done.stderr.split())
 
 
@@ -188,12 +186,12 @@ def test_two_hardware_kinds_have_costs(here: Path) -> None:
         )
         (here / f"{name}.json").write_bytes(encoded(made))
     kinds = ("--prefill-profile", "fast.json", "--decode-profile", "cheap.json")
-    words = ("tune", *kinds, "--trace", "traffic.csv", "--duration", "60", "--workers", "4")
+    words = ("tune", *kinds, "--trace", "traffic.csv", "--duration", "60", "--workers", "3")
     done = crossdock(here, *words, "--out", "o.json", "--html", "o.html")
     assert done.returncode == 0, done.stderr
     report, page = json.loads((here / "o.json").read_text()), (here / "o.html").read_text()
-    best, costs = report["recommendation"], {one["workers"]: one["cost_per_hour"] for one in report["candidates"]}
-    assert costs["1P2D"] == 5.0 and costs["2P1D"] == 7.0 and not any(one["mixed"] for one in report["candidates"])
+    best, costs = report["recommendation"], {one["workers"]: one["cost_per_hour"] for one in report["by_workers"]}
+    assert costs["1P2D"] == 5.0 and costs["2P1D"] == 7.0 and not any(one["mixed"] for one in report["by_workers"])
     assert best["good_per_cost"] == pytest.approx(3600 * best["goodput_requests_per_s"] / best["cost_per_hour"])
     told = " ".join(report["caveats"])
     assert "on fast" in told and "on cheap" in told and "none is mixed" in told
@@ -249,7 +247,7 @@ def test_caveats_stand_beside_the_answer(here: Path) -> None:
     for part in ("were made shorter", "share 2 cores", "20% of each prompt", "measured of m, on X,", "days ago"):
         assert part in told and part in " ".join(done.stdout.split())
     assert all(str(escape(line)) in page for line in report["caveats"])
-    assert not any(one["workers"] == "3M" for one in report["candidates"])
+    assert not any(one["workers"] == "3M" for one in report["by_workers"])
     done = crossdock(here, *words, "--own-hardware")
     assert done.returncode == 0, done.stderr
-    assert any(one["workers"] == "3M" for one in json.loads((here / "o.json").read_text())["candidates"])
+    assert any(one["workers"] == "3M" for one in json.loads((here / "o.json").read_text())["by_workers"])

@@ -7,8 +7,8 @@ import pytest
 from launcher.tuning.verdict import coverage, verdict
 from tests.tuning.profiles import GPU
 from tuning.advise import Slo, Workers
+from tuning.play.request import Sent
 from tuning.predict import predict
-from tuning.simulator.job import Sent
 
 
 def row(

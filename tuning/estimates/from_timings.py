@@ -13,16 +13,16 @@ import numpy as np
 from coordinator.events import Limits
 from proto.errors import CrossdockError
 from tuning.advise import Workers
+from tuning.play.options import RunOptions
+from tuning.play.outcome import Floats, PlayedOutcome
+from tuning.play.player import Player
+from tuning.play.request import Sent
 from tuning.profile import Curve, DecodeCost, HostCost, PrefillCost, Profile, ProfileCapacity, Residuals, TransferCost
-from tuning.simulator.cluster import Simulator
-from tuning.simulator.job import Sent
-from tuning.simulator.options import RunOptions
-from tuning.simulator.outcome import Floats, SimulatedOutcome
 
 REQUESTS_MIN: Final = 60
-REQUESTS_MAX: Final = 3000  # the last ones are taken
+REQUESTS_MAX: Final = 600  # the last ones are taken
 FIT_SHARE: Final = 0.7  # first requests that are fitted to; the others show how good the fit is
-ROUNDS: Final = 14
+ROUNDS: Final = 10
 STRIDE: Final = 0.4
 STRIDE_MIN: Final = 0.02
 SHARES: Final = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
@@ -100,9 +100,9 @@ def fitted(
     return profile.replaced(run_sigma=max(float(np.mean(np.abs(misfit))), 0.03)), misfit
 
 
-def simulated(profile: Profile, server: MeasuredServer, sent: Sequence[Sent]) -> SimulatedOutcome:
+def simulated(profile: Profile, server: MeasuredServer, sent: Sequence[Sent]) -> PlayedOutcome:
     """Simulates these requests on the server with this profile."""
-    return Simulator(profile, Workers(0, 0, server.instances), sent, RunOptions(limits=LIMITS)).run()
+    return Player(profile, Workers(0, 0, server.instances), sent, RunOptions(limits=LIMITS, slices=False)).run()
 
 
 def profile_of(numbers: Sequence[float], server: MeasuredServer, about: dict[str, Any]) -> Profile:

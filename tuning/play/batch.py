@@ -9,24 +9,21 @@ and the cost of a run does not depend on how many tokens it has. A sequence join
 The batch of a mixed worker waits for its prefill steps, which come in between: `wait_for`.
 """
 
-from collections import deque
 from heapq import heappop, heappush
 from math import ceil, inf, sqrt
 
+from tuning.play.gaps import Gaps
+from tuning.play.request import PlayedRequest
 from tuning.profile import DecodeCost
-from tuning.simulator.gaps import Gaps
-from tuning.simulator.job import SimulatedRequest
-from tuning.simulator.kept import KeptAnswers
-from tuning.simulator.room import DecodeRoom
 
 _SAME_BOUNDARY = 1e-6
 """A time that lies behind a boundary by less than this part of a step counts as the boundary: it was rounded. Times of a day
 have 11 digits after the point, so steps may be as short as 0.1 ms."""
 
 
-class SimulatedBatch:
-    def __init__(self, number: int, cost: DecodeCost, room: DecodeRoom, seqs_max: int, gaps: Gaps) -> None:
-        self.number, self.room, self.seqs_max, self.gaps = number, room, seqs_max, gaps
+class Batch:
+    def __init__(self, number: int, cost: DecodeCost, gaps: Gaps) -> None:
+        self.number, self.gaps = number, gaps
         self._cost = cost
         self._base: list[float] = []
         self._per_token = cost.kv_token_ms / 1000
@@ -34,21 +31,17 @@ class SimulatedBatch:
         self.begin_s = 0.0  # boundary at which the present span began, or will begin
         self.kv_tokens = 0
         self.sequences = 0
-        self.held_seqs = 0  # placed here, running or not
-        self.promised = 0  # requests that will come here but have no room yet (`RunOptions.late_room`)
-        self.late: deque[SimulatedRequest] = deque()  # of these, those whose prompts are computed
         self.share = 1.0  # factor on step times because others use the same cores
         self.stretch = 1.0  # factor on step times because parts of prompts are computed in them
         self.suffixes = 0  # prompts that are computed here
         self.suffixes_end_s = 0.0
-        self.kept = KeptAnswers()
         self.is_mixed = False
         self.prefill_s = 0.0  # of the mixed worker's present prefill step alone; 0: none runs
         self.tokens_want = 0.0  # cores that passing on its tokens would fill
         self.version = 0
         self.forwarded = 0  # tokens until a sequence last ended: shows which worker has done least
         self.busy_s = self.token_steps = 0.0
-        self._ends: list[tuple[int, int, SimulatedRequest]] = []
+        self._ends: list[tuple[int, int, PlayedRequest]] = []
 
     # --- time -----------------------------------------------------------------------------------------------------------
 
@@ -75,9 +68,6 @@ class SimulatedBatch:
         # The root of T(k) = now, in the form that loses no digits where b is small.
         return ceil(2 * passed / (half + sqrt(half * half + 2 * b * passed)) - _SAME_BOUNDARY)
 
-    def steps_begun(self, now: float) -> int:
-        return self.steps + self.steps_until(now)
-
     def step_s(self) -> float:
         return self._a()
 
@@ -103,17 +93,11 @@ class SimulatedBatch:
         self.sync(now)
         self.stretch = factor
 
-    @property
-    def idle_tokens(self) -> int:
-        """Tokens of the KV pool that are not taken."""
-        return (self.room.kv_blocks - self.room.taken) * self.room.block_size
-
     # --- sequences ------------------------------------------------------------------------------------------------------
 
-    def join(self, job: SimulatedRequest, now: float) -> None:
+    def join(self, job: PlayedRequest, now: float) -> None:
         """Adds a request whose KV is here."""
         self.sync(now)
-        self.room.joined(job.number, self.steps)
         self.sequences += 1
         self.kv_tokens += job.prompt + 1
         heappush(self._ends, (self.steps + job.output - 1, job.number, job))
@@ -125,9 +109,9 @@ class SimulatedBatch:
     def next_end_s(self) -> float:
         return self.boundary_s(self._ends[0][0] - self.steps) if self._ends else inf
 
-    def ended(self) -> list[SimulatedRequest]:
+    def ended(self) -> list[PlayedRequest]:
         """Takes out the sequences that end at the next end; the batch is synced to it."""
-        found: list[SimulatedRequest] = []
+        found: list[PlayedRequest] = []
         if self._ends:
             self._advance(self._ends[0][0] - self.steps)
             while self._ends and self._ends[0][0] <= self.steps:

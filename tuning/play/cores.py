@@ -8,17 +8,14 @@ costs no time.
 
 from collections.abc import Callable
 
+from tuning.play.batch import Batch
+from tuning.play.workers import PlayedPrefill
 from tuning.profile import Profile
-from tuning.simulator.batch import SimulatedBatch
-from tuning.simulator.prefill import SimulatedPrefillWorker
 
 
-class SimulatedHost:
+class PlayedHost:
     def __init__(
-        self,
-        profile: Profile,
-        push_step: Callable[[float, SimulatedPrefillWorker], None],
-        push_end: Callable[[SimulatedBatch], None],
+        self, profile: Profile, push_step: Callable[[float, PlayedPrefill], None], push_end: Callable[[Batch], None]
     ) -> None:
         """`push_step`: called when the end of a worker's present step has changed. `push_end`: called when a batch's next end
         has changed."""
@@ -35,12 +32,12 @@ class SimulatedHost:
         self._tokens_want = 0.0  # cores that passing on the tokens of all decode workers would fill
         self._push_step, self._push_end = push_step, push_end
         self._cores = self._prefill_cores + self._decode_cores
-        self._mixed: dict[int, SimulatedBatch] = {}  # batches of mixed workers that compute
-        self._running: dict[int, SimulatedPrefillWorker] = {}
-        self._busy: dict[int, SimulatedBatch] = {}
+        self._mixed: dict[int, Batch] = {}  # batches of mixed workers that compute
+        self._running: dict[int, PlayedPrefill] = {}
+        self._busy: dict[int, Batch] = {}
         self._prefill_share = 1.0
 
-    def start(self, worker: SimulatedPrefillWorker, took_s: float, now: float) -> None:
+    def start(self, worker: PlayedPrefill, took_s: float, now: float) -> None:
         worker.running, worker.left_s, worker.since_s = True, took_s, now
         if not self._shared:
             self._push_step(now + took_s, worker)
@@ -48,12 +45,12 @@ class SimulatedHost:
         self._running[worker.number] = worker
         self._retime(now, worker)
 
-    def stop(self, worker: SimulatedPrefillWorker, now: float) -> None:
+    def stop(self, worker: PlayedPrefill, now: float) -> None:
         worker.running = False
         if self._running.pop(worker.number, None) is not None:
             self._retime(now, None)
 
-    def mixed_changed(self, batch: SimulatedBatch, now: float) -> None:
+    def mixed_changed(self, batch: Batch, now: float) -> None:
         """Updates all mixed workers: this one began or ended a prefill step, or its sequences have changed."""
         if not self._shared:
             return
@@ -71,7 +68,7 @@ class SimulatedHost:
                 other.share = share
                 self._push_end(other)
 
-    def mixed_slower(self, batch: SimulatedBatch) -> float:
+    def mixed_slower(self, batch: Batch) -> float:
         """How many times as long a prefill step takes on this mixed worker."""
         beside = any(_decodes(other) for other in self._mixed.values() if other is not batch)
         return self._mixed_stretch() * (self._beside_decode if beside else 1.0)
@@ -82,14 +79,14 @@ class SimulatedHost:
             return 1.0
         return max(len(self._mixed) / max(self._cores - self._tokens_want, self._cores / 2), 1.0)
 
-    def _count_tokens(self, batch: SimulatedBatch) -> None:
+    def _count_tokens(self, batch: Batch) -> None:
         wants = 0.0
         if self.talks and batch.sequences:
             wants = (self._step_s + self._token_s * batch.sequences) / (batch.prefill_s + batch.step_s())
         self._tokens_want += wants - batch.tokens_want
         batch.tokens_want = wants
 
-    def batch_changed(self, batch: SimulatedBatch, now: float) -> None:
+    def batch_changed(self, batch: Batch, now: float) -> None:
         """Updates the batch, whose sequences have changed, and its next end."""
         busy = batch.sequences > 0
         if batch.is_mixed:
@@ -130,7 +127,7 @@ class SimulatedHost:
             return self._stretch(count + self._talking) * beside if count else 1.0
         return _share(count, self._prefill_cores) * beside
 
-    def _retime(self, now: float, new: SimulatedPrefillWorker | None) -> None:
+    def _retime(self, now: float, new: PlayedPrefill | None) -> None:
         self._retime_prefill(now, new)
         share = _share(len(self._busy), self._decode_cores) * (self._beside_prefill if self._running else 1.0)
         for batch in self._busy.values():
@@ -139,7 +136,7 @@ class SimulatedHost:
                 batch.share = share
                 self._push_end(batch)
 
-    def _retime_prefill(self, now: float, new: SimulatedPrefillWorker | None) -> None:
+    def _retime_prefill(self, now: float, new: PlayedPrefill | None) -> None:
         share = self._prefill_slower()
         if share != self._prefill_share:
             for worker in self._running.values():
@@ -164,6 +161,6 @@ def _share(busy: int, cores: int) -> float:
     return max(1.0, busy / cores) if cores else 1.0
 
 
-def _decodes(batch: SimulatedBatch) -> bool:
+def _decodes(batch: Batch) -> bool:
     """Whether a mixed worker runs decode steps and no prefill step."""
     return batch.sequences > 0 and not batch.prefill_s

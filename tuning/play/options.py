@@ -15,9 +15,8 @@ class RunOptions:
     seqs_max: int = 0  # 0: the profile's
     hit_rate: float = 0.0  # of each prompt, on prefill workers, unless the trace has block ids
     block_tokens: int = CACHE_BLOCK_TOKENS  # of each of `Sent.blocks`
-    late_room: bool = False
-    """Room on the decode worker is sought only after the prompt is computed, as in other systems. Until there is room, the
-    prompt's KV stays on the prefill worker."""
+    slices: bool = True
+    """The streams of a mixed worker bound the prefill steps between theirs; False: they do not, as in other servers."""
     stall_share: float = 0.0
     """Decode workers compute the part of a session's turn that they lack, and spend this share of a step on it; 0: they do
     not, as on GPUs."""

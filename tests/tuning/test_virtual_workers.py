@@ -1,4 +1,4 @@
-"""The fast simulator by itself: closed forms, failures, stragglers, caches, mixed workers."""
+"""Virtual workers by themselves: closed forms, caches, mixed workers; and the search over them."""
 
 from collections.abc import Sequence
 
@@ -6,23 +6,19 @@ import msgspec
 import numpy as np
 import pytest
 
-from scheduler.kv_admission.admission import KvAdmission, KvDemand
 from tests.tuning.profiles import GPU
 from tuning.advise import Slo, Workers
-from tuning.bounds import attainable
 from tuning.goals import Goals
+from tuning.play.batch import Batch
+from tuning.play.gaps import Gaps
+from tuning.play.options import RunOptions
+from tuning.play.player import Player
+from tuning.play.request import PlayedRequest, Sent
 from tuning.profile import Curve, DecodeCost, HostCost, ProfileCapacity
-from tuning.search import Candidate, Space, search
-from tuning.sensitivity import map_of
-from tuning.simulator.batch import SimulatedBatch
-from tuning.simulator.cluster import Simulator
-from tuning.simulator.gaps import Gaps
-from tuning.simulator.job import Sent, SimulatedRequest
-from tuning.simulator.options import RunOptions
-from tuning.simulator.room import DecodeRoom
+from tuning.search import Effort, Space, search
 from tuning.traffic import Change, excerpt, fitted
 
-SLO = Slo(500.0, 25.0)
+SLO, SMALL = Slo(500.0, 25.0), Effort(100, 300, 300)
 
 
 def traffic(per_s: float, count: int, prompt: float = 6.5, output: float = 4.5, seed: int = 3) -> list[Sent]:
@@ -37,16 +33,13 @@ def test_closed_form_matches_single_steps() -> None:
     """A batch in closed form ends its requests when single steps would."""
     cost, rng = DecodeCost(Curve((1.0, 4.0, 16.0), (10.0, 11.0, 20.0)), 3e-3), np.random.default_rng(7)
     for _ in range(20):
-        jobs = [
-            SimulatedRequest(n, Sent(0.0, int(rng.integers(5, 900)), int(rng.integers(2, 60))), 256) for n in range(8)
-        ]
+        jobs = [PlayedRequest(n, Sent(0.0, int(rng.integers(5, 900)), int(rng.integers(2, 60)))) for n in range(8)]
         comes = np.sort(rng.uniform(0, 0.4, 8)).tolist()
-        batch, ends = SimulatedBatch(0, cost, DecodeRoom(10**6, 16), 100, Gaps()), {}
+        batch, ends = Batch(0, cost, Gaps()), {}
         for job, at_s in zip(jobs, comes, strict=True):
             while batch.next_end_s() <= at_s:
                 now = batch.next_end_s()
                 ends.update((one.number, now) for one in batch.ended())
-            batch.room.place(job.number, job.prompt, job.output, 0)
             job.first_s = job.last_s = at_s
             batch.join(job, at_s)
         while batch.sequences:
@@ -55,7 +48,7 @@ def test_closed_form_matches_single_steps() -> None:
         assert ends == pytest.approx(_stepwise(cost, jobs, comes), rel=1e-9)
 
 
-def _stepwise(cost: DecodeCost, jobs: list[SimulatedRequest], comes: list[float]) -> dict[int, float]:
+def _stepwise(cost: DecodeCost, jobs: list[PlayedRequest], comes: list[float]) -> dict[int, float]:
     now, running, waiting, ends = 0.0, {}, list(zip(comes, jobs, strict=True)), {}
     while waiting or running:
         now = now if running else max(now, waiting[0][0])
@@ -77,7 +70,7 @@ def test_step_boundary_is_found_again(kv_token_ms: float) -> None:
     """The step of a boundary is found again from its time, also at the end of a day."""
     cost, rng = DecodeCost(Curve((1.0, 64.0), (0.5, 2.0)), kv_token_ms), np.random.default_rng(4)
     for _ in range(300):
-        batch = SimulatedBatch(0, cost, DecodeRoom(10**9, 16), 100, Gaps())
+        batch = Batch(0, cost, Gaps())
         batch.begin_s = float(rng.uniform(0, 86_400))
         batch.sequences, batch.kv_tokens = int(rng.integers(1, 64)), int(rng.integers(100, 10**5))
         steps = int(rng.integers(1, 4000))
@@ -89,57 +82,39 @@ def test_pending_join_delays_no_ending() -> None:
     profile = GPU.replaced(decode=DecodeCost(Curve((1.0, 8.0), (10.0, 12.0))), host=HostCost(join_ms=50.0))
     alone = [Sent(0.0, 100, 10)]
     for at_s in np.linspace(0.01, 0.2, 40).tolist():
-        outcome = Simulator(profile, Workers(1, 1), [*alone, Sent(at_s, 100, 50)]).run()
-        least = Simulator(profile, Workers(1, 1), alone).run().tpot_ms[0]
+        outcome = Player(profile, Workers(1, 1), [*alone, Sent(at_s, 100, 50)]).run()
+        least = Player(profile, Workers(1, 1), alone).run().tpot_ms[0]
         assert outcome.tpot_ms[0] >= least - 1e-9
         assert 50 <= outcome.hand_over_ms[1] <= 66
 
 
-def test_room_matches_kv_admission() -> None:
-    """The simulator's decode room decides as the coordinator's KV admission does."""
-    rng = np.random.default_rng(2)
-    room, whole, there, steps = DecodeRoom(300, 16), KvAdmission(300, 16), [], 0
-    for number in range(400):
-        prompt, output = int(rng.integers(1, 900)), int(rng.integers(1, 400))
-        steps += int(rng.integers(0, 20))
-        whole.reached(steps)
-        fits = room.fits(prompt, output, steps)
-        assert fits == whole.fits(KvDemand(prompt, output - 1))
-        if fits:
-            room.place(number, prompt, output, steps)
-            whole.place((str(number), 1), KvDemand(prompt, output - 1))
-            if number % 3:
-                room.joined(number, steps)
-                whole.joined((str(number), 1), steps)
-            there.append(number)
-        while len(there) > 6 or (there and rng.random() < 0.4):
-            gone = there.pop(0)
-            room.release(gone)
-            whole.release((str(gone), 1))
-
-
 def test_cached_prompts_are_not_computed() -> None:
     """Cached prompt tokens take no prefill time, and first tokens come sooner."""
-    sent = traffic(20.0, 800)
-    cold, warm = (Simulator(GPU, Workers(2, 2), sent, RunOptions(hit_rate=rate)).run() for rate in (0.0, 0.6))
+    sent = traffic(20.0, 300)
+    cold, warm = (Player(GPU, Workers(2, 2), sent, RunOptions(hit_rate=rate)).run() for rate in (0.0, 0.6))
     assert warm.prefill_busy < 0.6 * cold.prefill_busy
     assert np.quantile(warm.ttft_ms, 0.9) < np.quantile(cold.ttft_ms, 0.9)
     again = [one._replace(prompt_tokens=1030, blocks=(n % 3, n % 3 + 100)) for n, one in enumerate(sent)]
-    hits = Simulator(GPU, Workers(2, 2), again).run()
+    hits = Player(GPU, Workers(2, 2), again).run()
     assert hits.cached_tokens[100:].mean() > 900
 
 
 def test_mixed_workers_slow_streams() -> None:
-    """Mixed workers have slower later tokens than separate workers."""
-    sent = traffic(8.0, 800, prompt=7.2)
-    apart, mixed = (Simulator(GPU, workers, sent).run() for workers in (Workers(2, 2), Workers(0, 0, 4)))
-    assert np.nanquantile(mixed.tpot_ms, 0.9) > 1.2 * np.nanquantile(apart.tpot_ms, 0.9)
+    """Mixed workers have slower later tokens than separate workers, and where their streams bound the slices of prompts,
+    later first tokens instead."""
+    sent, options = traffic(4.0, 100, prompt=7.2), RunOptions(slices=False)
+    apart, whole = (Player(GPU, workers, sent, options).run() for workers in (Workers(2, 2), Workers(0, 0, 4)))
+    sliced = Player(GPU, Workers(0, 0, 4), sent).run()
+    assert np.nanquantile(whole.tpot_ms, 0.9) > 1.1 * np.nanquantile(apart.tpot_ms, 0.9)
+    assert np.nanquantile(sliced.tpot_ms, 0.9) < np.nanquantile(whole.tpot_ms, 0.9)
+    assert np.nanquantile(sliced.ttft_ms, 0.9) > np.nanquantile(whole.ttft_ms, 0.9)
 
 
 def test_mixed_steps_take_turns() -> None:
     """A prompt of four chunks beside a stream waits for the decode step under way, and for one between its chunks each."""
     sent = [Sent(0.0, 16, 400), Sent(1.0, 1024, 2)]
-    apart, mixed = (Simulator(GPU, workers, sent).run() for workers in (Workers(1, 1), Workers(0, 0, 1)))
+    options = RunOptions(slices=False)
+    apart, mixed = (Player(GPU, workers, sent, options).run() for workers in (Workers(1, 1), Workers(0, 0, 1)))
     step_ms = GPU.decode.curve(1)
     longer = float(mixed.ttft_ms[1] - apart.ttft_ms[1])
     assert 3 * step_ms < longer < 4 * step_ms + 0.2, longer
@@ -148,38 +123,14 @@ def test_mixed_steps_take_turns() -> None:
     assert 399 * float(mixed.tpot_ms[0] - apart.tpot_ms[0]) == pytest.approx(chunks_ms, rel=0.1)
 
 
-def test_mixed_worker_has_one_pool() -> None:
-    """A mixed worker has one KV pool for prefill and decode."""
-    simulator = Simulator(GPU, Workers(1, 1, 1), traffic(1.0, 10))
-    separate, own = simulator.batches
-    assert separate.room.kv_blocks == simulator.prefill[0].free_blocks == 8192
-    assert own.room.kv_blocks + simulator.prefill[1].free_blocks == 8192
-
-
 def test_search_finds_the_crossover() -> None:
     """Short prompts and long answers on two workers: two mixed ones decode with both. Long prompts and a strict limit on
     gaps: separate ones."""
     goals = Goals(Slo(2000.0, 22.0))
-    short = search(GPU, traffic(9.0, 1500, prompt=3.5, output=6.0), goals, Space(2))
+    short = search(GPU, traffic(9.0, 300, prompt=3.5, output=6.0), goals, Space(2), effort=SMALL)
     assert short.best.candidate.workers.mixed == 2, short.best
-    long = search(GPU, traffic(3.0, 1500, prompt=7.5, output=4.0), Goals(Slo(1500.0, 16.0)), Space(2))
+    long = search(GPU, traffic(3.0, 300, prompt=7.5, output=4.0), Goals(Slo(1500.0, 16.0)), Space(2), effort=SMALL)
     assert long.best.candidate.workers == Workers(1, 1), long.best
-
-
-def test_run_never_beats_its_bound() -> None:
-    """No simulated run attains more than its bound."""
-    sent, goals = traffic(30.0, 1000), Goals(SLO)
-    for workers in (Workers(1, 1), Workers(1, 3), Workers(4, 1), Workers(0, 0, 2)):
-        bound = attainable(GPU, workers, sent, goals, RunOptions())
-        assert Simulator(GPU, workers, sent).run().attainment(SLO) <= bound
-
-
-def test_hopeless_candidates_are_skipped() -> None:
-    """Candidates whose bound is too low are not simulated."""
-    found = search(GPU, traffic(12.0, 1000, prompt=7.2), Goals(Slo(1000.0, 40.0)), Space(4))
-    skipped = [one for one in found.results.values() if not one.requests]
-    assert skipped
-    assert found.best.attainment > max(one.bound for one in skipped)
 
 
 def with_cancels(sent: Sequence[Sent], share: float, seed: int) -> list[Sent]:
@@ -200,8 +151,8 @@ def test_leaving_clients_free_room() -> None:
     some = with_cancels(sent, 0.3, 1)
     assert 0.2 < sum(one.leaves_after > 0 for one in some) / len(sent) < 0.4
     tight = GPU.replaced(decode_capacity=ProfileCapacity(1500, 16, 256))
-    stay, leave = (Simulator(tight, Workers(2, 1), part).run() for part in (sent, all_leave))
-    assert stay.no_room.mean() > 2 * leave.no_room.mean() > 0
+    stay, leave = (Player(tight, Workers(2, 1), part).run() for part in (sent, all_leave))
+    assert np.quantile(stay.queue_ms, 0.9) > 2 * np.quantile(leave.queue_ms, 0.9) > 0
     assert not np.isnan(leave.ttft_ms).any()
     assert leave.output_tokens.tolist() == [one.forwarded_tokens for one in all_leave]
 
@@ -212,17 +163,6 @@ def test_too_long_requests_are_cut() -> None:
     found, cut = fitted(sent, 1000)
     assert cut == 2
     assert [(one.prompt_tokens, one.output_tokens) for one in found] == [(900, 100), (800, 200), (500, 500)]
-
-
-def test_map_shows_recommended_ratio() -> None:
-    """The map shows the recommended ratio even with many workers, and its size is bounded."""
-    goals, sent = Goals(SLO), traffic(5.0, 30)
-    found = search(GPU, sent, goals, Space(18, mixed=False))
-    found.best.candidate = Candidate(Workers(15, 3), 256)
-    cells = map_of(GPU, sent, goals, found, RunOptions(), lambda what, done, of: None)
-    assert (15, 3) in {(cell.prefill, cell.decode) for cell in cells}
-    assert len(cells) <= 11 * 11
-    assert (1, 1) in {(cell.prefill, cell.decode) for cell in cells}
 
 
 def test_excess_mixed_workers_are_left_out() -> None:
@@ -244,7 +184,7 @@ def test_hit_rate_replaces_block_ids() -> None:
 def test_priority_class_has_own_limits() -> None:
     """A priority class is judged by its own limits, and interactive requests go first."""
     sent = [one._replace(priority="batch" if n % 2 else "interactive") for n, one in enumerate(traffic(10.0, 400))]
-    outcome = Simulator(GPU, Workers(1, 2), sent).run()
+    outcome = Player(GPU, Workers(1, 2), sent).run()
     goals = Goals(SLO, {"batch": Slo(1e6, 1e6)})
     assert outcome.good(goals)[1::2].all()
     assert not outcome.good(goals)[::2].all()
@@ -271,5 +211,5 @@ def test_prefix_waiters_are_no_demand_class() -> None:
         prefix = int(rng.integers(1, 8))
         blocks = (*(100 * prefix + block for block in range(12)), 10_000 + number)
         sent.append(Sent(at_s, 13 * 512, int(rng.integers(50, 300)), blocks))
-    outcome = Simulator(small, Workers(3, 1), sent).run()
-    assert 0.2 < outcome.no_room.mean() < 0.8 and np.isnan(outcome.ttft_ms).mean() < 0.6
+    outcome = Player(small, Workers(3, 1), sent).run()
+    assert (outcome.queue_ms > 1000).mean() > 0.2 and np.isnan(outcome.ttft_ms).mean() < 0.6

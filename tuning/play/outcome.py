@@ -8,10 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tuning.goals import GoalLimits
-from tuning.simulator.batch import SimulatedBatch
-from tuning.simulator.gaps import Gaps
-from tuning.simulator.job import NOT_YET, SimulatedRequest, clients_of
-from tuning.simulator.prefill import SimulatedPrefillWorker
+from tuning.play.gaps import Gaps
+from tuning.play.request import NOT_YET, PlayedRequest, clients_of
+from tuning.play.workers import PlayedBatch, PlayedPrefill
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -19,14 +18,13 @@ PAUSE_S: Final = 100.0  # without arrivals that is no part of the traffic: betwe
 
 
 @dataclass(frozen=True, eq=False)
-class SimulatedOutcome:
+class PlayedOutcome:
     """Arrays have an entry for each request, in the order of arrival."""
 
     at_s: Floats
     ttft_ms: Floats  # NaN: no answer
     tpot_ms: Floats  # NaN: one token or none
     queue_ms: Floats
-    no_room: Bools  # it waited for KV room on decode workers
     hand_over_ms: Floats  # from the first token to the first decode step
     prompt_tokens: Floats
     output_tokens: Floats
@@ -78,13 +76,13 @@ class SimulatedOutcome:
 
 
 def outcome_of(
-    jobs: Sequence[SimulatedRequest],
-    prefill: Iterable[SimulatedPrefillWorker],
-    batches: Iterable[SimulatedBatch],
+    jobs: Sequence[PlayedRequest],
+    prefill: Iterable[PlayedPrefill],
+    batches: Iterable[PlayedBatch],
     gaps: Gaps,
     host_ms: float,
     host_token_ms: float,
-) -> SimulatedOutcome:
+) -> PlayedOutcome:
     def column(values: Iterable[float]) -> Floats:
         return np.fromiter(values, dtype=np.float64, count=len(jobs))
 
@@ -101,12 +99,11 @@ def outcome_of(
     span_s = max(float(waits_s[waits_s < PAUSE_S].sum()) + tail_s, 1e-9)
     workers, running = list(prefill), list(batches)
     steps = sum(batch.steps for batch in running)
-    return SimulatedOutcome(
+    return PlayedOutcome(
         at_s,
         ttft_ms,
         tpot_ms,
         1000 * np.where(placed_s != NOT_YET, placed_s - submitted_s, 0.0),
-        np.array([job.no_room for job in jobs], dtype=bool),
         1000 * np.where(join_s != NOT_YET, join_s - first_s, 0.0),
         prompt,
         output,

@@ -128,8 +128,8 @@ class Scored:
         return min(kept * step * kept / guess, middle) if kept >= guess else middle
 
 
-class Changed(NamedTuple):
-    """What another load, or another number of workers, comes to."""
+class WhatIf(NamedTuple):
+    """The figures of another load, or of another number of workers."""
 
     load: float  # multiple of the traffic's
     workers: str
@@ -145,7 +145,7 @@ class Found:
     second: list[Scored]  # the better ones, on the second
     ranked: list[Scored]  # on the whole trace: the recommended one, then the best first
     requests_per_s: float
-    changed: list[Changed]
+    changed: list[WhatIf]
     changed_requests: int  # of the part of the traffic that `changed` comes from
     headroom: float  # multiple of the load up to which the recommended one keeps the SLO
 
@@ -411,13 +411,13 @@ def _probabilities(found: Sequence[Scored]) -> None:
         one.probability = float((chosen == place).mean())
 
 
-def _changed(lab: Lab, sent: Sequence[Sent], own: Scored, per_s: float) -> list[Changed]:
+def _changed(lab: Lab, sent: Sequence[Sent], own: Scored, per_s: float) -> list[WhatIf]:
     """Returns what other loads and one worker more or less come to."""
     ratios = [one for one in one_more_or_less(own.candidate.workers) if lab.space.has_cores_for(one)]
     others = lab.scored([replace(own.candidate, workers=one) for one in ratios], sent)
     lab.play(sent, [(own, load) for load in LOADS if load not in own.shares])
     rows = [(load, own, own.shares[load]) for load in LOADS] + [(1.0, one, one.shares[1.0]) for one in others]
-    return [Changed(load, str(one.candidate), float(of[0]), load * per_s * float(of[0])) for load, one, of in rows]
+    return [WhatIf(load, str(one.candidate), float(of[0]), load * per_s * float(of[0])) for load, one, of in rows]
 
 
 def one_more_or_less(workers: Workers) -> list[Workers]:

@@ -9,7 +9,7 @@ import pytest
 from tests.tuning.profiles import GPU
 from tuning.advise import Slo, Workers
 from tuning.goals import Goals
-from tuning.play.batch import Batch
+from tuning.play.batch import VirtualBatch
 from tuning.play.gaps import Gaps
 from tuning.play.options import RunOptions
 from tuning.play.player import Player
@@ -35,7 +35,7 @@ def test_closed_form_matches_single_steps() -> None:
     for _ in range(20):
         jobs = [PlayedRequest(n, Sent(0.0, int(rng.integers(5, 900)), int(rng.integers(2, 60)))) for n in range(8)]
         comes = np.sort(rng.uniform(0, 0.4, 8)).tolist()
-        batch, ends = Batch(0, cost, Gaps()), {}
+        batch, ends = VirtualBatch(0, cost, Gaps()), {}
         for job, at_s in zip(jobs, comes, strict=True):
             while batch.next_end_s() <= at_s:
                 now = batch.next_end_s()
@@ -70,7 +70,7 @@ def test_step_boundary_is_found_again(kv_token_ms: float) -> None:
     """The step of a boundary is found again from its time, also at the end of a day."""
     cost, rng = DecodeCost(Curve((1.0, 64.0), (0.5, 2.0)), kv_token_ms), np.random.default_rng(4)
     for _ in range(300):
-        batch = Batch(0, cost, Gaps())
+        batch = VirtualBatch(0, cost, Gaps())
         batch.begin_s = float(rng.uniform(0, 86_400))
         batch.sequences, batch.kv_tokens = int(rng.integers(1, 64)), int(rng.integers(100, 10**5))
         steps = int(rng.integers(1, 4000))

@@ -21,7 +21,7 @@ _SAME_BOUNDARY = 1e-6
 have 11 digits after the point, so steps may be as short as 0.1 ms."""
 
 
-class Batch:
+class VirtualBatch:
     def __init__(self, number: int, cost: DecodeCost, gaps: Gaps) -> None:
         self.number, self.gaps = number, gaps
         self._cost = cost

@@ -8,14 +8,17 @@ costs no time.
 
 from collections.abc import Callable
 
-from tuning.play.batch import Batch
+from tuning.play.batch import VirtualBatch
 from tuning.play.workers import PlayedPrefill
 from tuning.profile import Profile
 
 
 class PlayedHost:
     def __init__(
-        self, profile: Profile, push_step: Callable[[float, PlayedPrefill], None], push_end: Callable[[Batch], None]
+        self,
+        profile: Profile,
+        push_step: Callable[[float, PlayedPrefill], None],
+        push_end: Callable[[VirtualBatch], None],
     ) -> None:
         """`push_step`: called when the end of a worker's present step has changed. `push_end`: called when a batch's next end
         has changed."""
@@ -32,9 +35,9 @@ class PlayedHost:
         self._tokens_want = 0.0  # cores that passing on the tokens of all decode workers would fill
         self._push_step, self._push_end = push_step, push_end
         self._cores = self._prefill_cores + self._decode_cores
-        self._mixed: dict[int, Batch] = {}  # batches of mixed workers that compute
+        self._mixed: dict[int, VirtualBatch] = {}  # batches of mixed workers that compute
         self._running: dict[int, PlayedPrefill] = {}
-        self._busy: dict[int, Batch] = {}
+        self._busy: dict[int, VirtualBatch] = {}
         self._prefill_share = 1.0
 
     def start(self, worker: PlayedPrefill, took_s: float, now: float) -> None:
@@ -50,7 +53,7 @@ class PlayedHost:
         if self._running.pop(worker.number, None) is not None:
             self._retime(now, None)
 
-    def mixed_changed(self, batch: Batch, now: float) -> None:
+    def mixed_changed(self, batch: VirtualBatch, now: float) -> None:
         """Updates all mixed workers: this one began or ended a prefill step, or its sequences have changed."""
         if not self._shared:
             return
@@ -68,7 +71,7 @@ class PlayedHost:
                 other.share = share
                 self._push_end(other)
 
-    def mixed_slower(self, batch: Batch) -> float:
+    def mixed_slower(self, batch: VirtualBatch) -> float:
         """How many times as long a prefill step takes on this mixed worker."""
         beside = any(_decodes(other) for other in self._mixed.values() if other is not batch)
         return self._mixed_stretch() * (self._beside_decode if beside else 1.0)
@@ -79,14 +82,14 @@ class PlayedHost:
             return 1.0
         return max(len(self._mixed) / max(self._cores - self._tokens_want, self._cores / 2), 1.0)
 
-    def _count_tokens(self, batch: Batch) -> None:
+    def _count_tokens(self, batch: VirtualBatch) -> None:
         wants = 0.0
         if self.talks and batch.sequences:
             wants = (self._step_s + self._token_s * batch.sequences) / (batch.prefill_s + batch.step_s())
         self._tokens_want += wants - batch.tokens_want
         batch.tokens_want = wants
 
-    def batch_changed(self, batch: Batch, now: float) -> None:
+    def batch_changed(self, batch: VirtualBatch, now: float) -> None:
         """Updates the batch, whose sequences have changed, and its next end."""
         busy = batch.sequences > 0
         if batch.is_mixed:
@@ -161,6 +164,6 @@ def _share(busy: int, cores: int) -> float:
     return max(1.0, busy / cores) if cores else 1.0
 
 
-def _decodes(batch: Batch) -> bool:
+def _decodes(batch: VirtualBatch) -> bool:
     """Whether a mixed worker runs decode steps and no prefill step."""
     return batch.sequences > 0 and not batch.prefill_s

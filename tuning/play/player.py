@@ -29,7 +29,7 @@ from scheduler.placement import paused_turns
 from scheduler.request import Request
 from scheduler.workers.worker import ROUND_TRIP_S, DecodeWorker, PrefillWorker, Worker
 from tuning.advise import Workers
-from tuning.play.batch import Batch
+from tuning.play.batch import VirtualBatch
 from tuning.play.caches import Namer, Parts, PlayedCache, names
 from tuning.play.cores import PlayedHost
 from tuning.play.gaps import Gaps
@@ -456,7 +456,7 @@ class Player:
         self._scheduler.progress(batch.core, progress, self.now)
         self._carry_out(self._scheduler.take_decisions())
 
-    def _push_end(self, batch: Batch) -> None:
+    def _push_end(self, batch: VirtualBatch) -> None:
         batch.version += 1
         when_s = batch.next_end_s()
         if when_s < inf:

@@ -9,7 +9,7 @@ from proto.messages import Chunk, Step
 from proto.progress import DecodeProgress, Joined
 from scheduler.request import Request
 from scheduler.workers.worker import DecodeWorker, PrefillWorker
-from tuning.play.batch import Batch
+from tuning.play.batch import VirtualBatch
 from tuning.play.gaps import Gaps
 from tuning.play.request import PlayedRequest
 from tuning.profile import DecodeCost, PrefillCost
@@ -18,7 +18,7 @@ SAME_TIME_S = 1e-7
 HORIZON_STEPS = 32  # as `decode_worker.progress.WARN_STEPS`
 
 
-class PlayedBatch(Batch):
+class PlayedBatch(VirtualBatch):
     """The running batch of a decode worker, with the KV blocks that it holds."""
 
     def __init__(self, number: int, core: DecodeWorker, cost: DecodeCost, gaps: Gaps) -> None:

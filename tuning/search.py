@@ -212,7 +212,7 @@ class Effort(NamedTuple):
 
 
 FULL: Final = Effort()
-QUICK: Final = Effort(200, 600, 600)
+QUICK: Final = Effort(150, 500, 500)
 
 
 Tell = Callable[[str, int, int], None]  # (name of the work, steps done, all steps), for a progress bar

@@ -164,7 +164,7 @@ class TuneSettings(TrafficSettings):
     )
     quick: bool = Field(
         False,
-        description="Answer within half a minute, from excerpts: with a wider error, and with what limits the recommendation only.",
+        description="Answer within half a minute, from excerpts: with a wider error, and the limit of the recommendation only.",
     )
     out: str = Field("", description="File for the recommendation, for crossdock tune check.")
     html: str = Field("", description="File for the report as one HTML page.")

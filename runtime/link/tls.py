@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from proto.errors import CrossdockError
 from runtime.process import clock, log
@@ -52,7 +52,8 @@ class Tls:
 
     async def serve(self, server: "uvicorn.Server", sockets: list[socket.socket]) -> None:
         """Do what uvicorn's own `startup` does for sockets, behind TLS."""
-        make = partial(server.config.http_protocol_class, server.config, server.server_state, {})  # type: ignore[arg-type]
+        protocol: Any = server.config.http_protocol_class
+        make = partial(protocol, server.config, server.server_state, {})
         server.servers = [_Listener(one, partial(self._begin, make)) for one in sockets]  # type: ignore[misc]
         server.started = True
 

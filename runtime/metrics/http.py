@@ -93,7 +93,7 @@ class _Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.cycle is None:
-            self.scope["client_certificate"] = bool(self.transport.get_extra_info("peercert"))  # type: ignore[typeddict-unknown-key]
+            self.scope["client_certificate"] = bool(self.transport.get_extra_info("peercert"))
             super().on_headers_complete()
             self.scope["extensions"] = {"crossdock.keep": self._keep}
 

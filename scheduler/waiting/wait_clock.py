@@ -7,7 +7,7 @@ A wait is taken apart by clocks that are read at its beginning and at its end, s
 - the rest by whose prompt tokens were computed meanwhile: those of its own tenant are `own_queue`, others `other_tenants`.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection
 
 from proto.parts import Waits
@@ -21,7 +21,7 @@ class WaitClock:
         self._cold = self._full = False
         self._closed: Collection[int] = ()  # classes without room since the last event
         self._cold_s = self._full_s = 0.0
-        self._closed_s: Counter[int] = Counter()
+        self._closed_s: defaultdict[int, float] = defaultdict(float)
         self._tokens: Counter[Path] = Counter()  # prompt tokens computed, by tenant
         self._all_tokens = 0
 

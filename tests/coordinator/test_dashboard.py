@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 import uvloop
-from setuptools.dist import Distribution
+from setuptools.dist import Distribution  # type: ignore[import-untyped]
 
 from coordinator.accounting.billing import Closed
 from coordinator.dashboard import site

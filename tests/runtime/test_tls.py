@@ -9,7 +9,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvloop
@@ -62,11 +62,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def options(folder: Path, client_ca: bool = False) -> CommonSettings:
-    authority = {"tls_client_ca": str(folder / "authority.crt")} if client_ca else {}
+    authority: dict[str, Any] = {"tls_client_ca": str(folder / "authority.crt")} if client_ca else {}
     return CommonSettings(tls_certificate=str(folder / "server.crt"), tls_key=str(folder / "server.key"), **authority)
 
 
-def ask(folder: Path, port: int, path: str = "/", own: str = "") -> tuple[int, bytes, bytes]:
+def ask(folder: Path, port: int, path: str = "/", own: str = "") -> tuple[int, bytes, bytes | None]:
     """Returns status and body of an answer, and the server's certificate."""
     context = ssl.create_default_context(cafile=str(folder / "authority.crt"))
     if own:
@@ -75,7 +75,11 @@ def ask(folder: Path, port: int, path: str = "/", own: str = "") -> tuple[int, b
     with contextlib.closing(connection):
         connection.request("GET", path)
         answer = connection.getresponse()
-        return answer.status, answer.read(), connection.sock.getpeercert(binary_form=True) if connection.sock else b""
+        return (
+            answer.status,
+            answer.read(),
+            cast(ssl.SSLSocket, connection.sock).getpeercert(binary_form=True) if connection.sock else None,
+        )
 
 
 async def say_scheme(scope: Any, _receive: Any, send: Any) -> None:
@@ -195,11 +199,11 @@ def test_silent_strangers_keep_nobody_out(folder: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_unusable_tls_file_ends_the_start(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str], words: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], words: str
 ) -> None:
     """A file that cannot be used is named with its option at the start."""
     monkeypatch.chdir(folder)
-    given = {"tls_certificate": "server.crt", "tls_key": "server.key"} | changed
+    given: dict[str, Any] = {"tls_certificate": "server.crt", "tls_key": "server.key"} | changed
     with pytest.raises(ConfigError, match=words):
         tls.tls_of(CommonSettings(**given))
 
@@ -208,4 +212,4 @@ def test_key_without_certificate_is_refused() -> None:
     """A key or an authority alone would leave the port open without TLS."""
     for option in ("tls_key", "tls_client_ca"):
         with pytest.raises(ValidationError, match="need --tls-certificate"):
-            CommonSettings(**{option: "x.pem"})
+            CommonSettings(**cast("dict[str, Any]", {option: "x.pem"}))

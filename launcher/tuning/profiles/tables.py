@@ -87,10 +87,10 @@ class MeasuredTables:
         self._kv_tokens = int(estimate_kv_cache(path, system, backend, **room, **what)["total_kv_size_tokens"])
 
     def prefill_ms(self, tokens: int) -> float:
-        return max(self._prefill[tokens] - self.context_ms * tokens * tokens / 2, 1e-3)
+        return float(max(self._prefill[tokens] - self.context_ms * tokens * tokens / 2, 1e-3))
 
     def decode_ms(self, sequences: int) -> float:
-        return max(self._decode[sequences] - self.kv_token_ms * sequences * CONTEXT, 1e-3)
+        return float(max(self._decode[sequences] - self.kv_token_ms * sequences * CONTEXT, 1e-3))
 
     def kv_tokens(self) -> int:
         return self._kv_tokens

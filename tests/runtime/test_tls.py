@@ -75,11 +75,8 @@ def ask(folder: Path, port: int, path: str = "/", own: str = "") -> tuple[int, b
     with contextlib.closing(connection):
         connection.request("GET", path)
         answer = connection.getresponse()
-        return (
-            answer.status,
-            answer.read(),
-            cast(ssl.SSLSocket, connection.sock).getpeercert(binary_form=True) if connection.sock else None,
-        )
+        encrypted = cast(ssl.SSLSocket | None, connection.sock)
+        return answer.status, answer.read(), encrypted.getpeercert(binary_form=True) if encrypted else None
 
 
 async def say_scheme(scope: Any, _receive: Any, send: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from engine.engine import Engine, ModelInfo
 from engine.model.errors import ModelUnsupported
@@ -116,5 +117,7 @@ def _numerics(config: Any, runner: Any, ranks: int) -> str:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, ValidationError):  # its own first line only counts errors
+        return str(error.errors()[0]["msg"]).removeprefix("Value error, ")
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -17,9 +17,13 @@ def start(order: StartOrder, allocate: Allocate | None) -> tuple[Any, Any, torch
     """(vLLM's configuration, its model runner, the pool of all ranks as bytes). Raises ModelUnsupported, and what vLLM
     raises."""
     prepare_environment()
+    from vllm.platforms import current_platform
+
     from engine.vllm.options import make_config
 
     config = make_config(order)
+    if current_platform.is_cpu():
+        _refuse_on_cpus(config)
     config.parallel_config.distributed_executor_backend = _executor_class(order)
     executor = config.parallel_config.distributed_executor_backend(config)
     pools = _Pools(order, allocate)
@@ -27,6 +31,17 @@ def start(order: StartOrder, allocate: Allocate | None) -> tuple[Any, Any, torch
         _initialize(config, executor, pools)
     assert pools.last is not None
     return config, executor.driver_worker.worker.model_runner, pools.last
+
+
+def _refuse_on_cpus(config: Any) -> None:
+    """Raises ModelUnsupported for what vLLM would fail at with an error that names something else."""
+    model = config.model_config
+    if model.use_mla:
+        raise ModelUnsupported(
+            f"{model.model}: latent attention (MLA) needs a GPU: vLLM's kernels for CPUs take no KV cache block by block"
+        )
+    if model.quantization == "fp8" and getattr(model.hf_config, "quantization_config", None) is None:
+        raise ModelUnsupported(f"{model.model}: on CPUs, vLLM computes FP8 weights only if the model's files have them")
 
 
 def _executor_class(order: StartOrder) -> Any:
@@ -56,10 +71,10 @@ def _initialize(config: Any, executor: Any, pools: "_Pools") -> None:
     specs = executor.get_kv_cache_specs()
     if not all(specs):
         raise ModelUnsupported(f"{name}: it has no KV cache")
-    layouts = executor.get_supported_kv_cache_layouts()
+    layouts = [block_outermost_of(of) for of in executor.get_supported_kv_cache_layouts()]
+    if not all(layouts):
+        raise ModelUnsupported(f"{name}: its attention does not take a KV cache block by block")
     layout = resolve_kv_cache_layout(config, layouts, [spec for of in specs for spec in of.values()])
-    if not layout.is_block_outermost:
-        raise ModelUnsupported(f"{name}: its attention does not take a KV cache block by block, but as {layout.name}")
     executor.set_kv_cache_layout(layout.name)
     configs = get_kv_cache_configs(config, specs, _least_on_all_ranks(executor.determine_available_memory()))
     whole = generate_scheduler_kv_cache_config(configs)
@@ -77,6 +92,13 @@ def _initialize(config: Any, executor: Any, pools: "_Pools") -> None:
     pools.final = True
     executor.initialize_from_config(configs)
     executor.compile_or_warm_up_model()
+
+
+def block_outermost_of(layouts: list[str]) -> list[str]:
+    """Those in which a block of all layers is one run of bytes. FlashAttention, which takes any, names others first."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    return [name for name in layouts if KVCacheLayout[name].is_block_outermost]
 
 
 def _least_on_all_ranks(found: list[int]) -> list[int]:

@@ -1,7 +1,7 @@
 """Run in vLLM's Python: greedy tokens of some prompts, in `how` = `crossdock` (chunks that alternate between prompts, and
 blocks out of order) or `stock` (vLLM's own scheduler, each prompt alone). Prints them as JSON.
 
-    python rows.py HOW MODEL [VLLM OPTIONS]
+    python rows.py HOW MODEL DTYPE [VLLM OPTIONS]
 """
 
 import json
@@ -22,12 +22,12 @@ def prompts() -> list[list[int]]:
     return [[draw.randrange(6, 256) for _ in range(length)] for length in LENGTHS]
 
 
-def stock(model: str, options: list[str]) -> list[list[int]]:
+def stock(model: str, dtype: str) -> list[list[int]]:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=model, dtype="float32", max_model_len=CONTEXT, max_num_seqs=4, enforce_eager=True, block_size=BLOCK,
+        model=model, dtype=dtype, max_model_len=CONTEXT, max_num_seqs=4, enforce_eager=True, block_size=BLOCK,
         kv_cache_memory_bytes=1 << 28, skip_tokenizer_init=True, enable_prefix_caching=False,
     )  # fmt: skip
     asked = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, detokenize=False)
@@ -37,12 +37,12 @@ def stock(model: str, options: list[str]) -> list[list[int]]:
     ]
 
 
-def crossdock(model: str, options: list[str]) -> list[list[int]]:
+def crossdock(model: str, dtype: str, options: list[str]) -> list[list[int]]:
     from engine.attention.forward_batch import SeqChunk
     from engine.vllm.load import load_engine
 
     engine = load_engine(
-        model, device="cpu", dtype="auto", context_tokens_max=CONTEXT, kv_bytes=1 << 28, gpu_share=0.9, step_tokens=128,
+        model, device="cpu", dtype=dtype, context_tokens_max=CONTEXT, kv_bytes=1 << 28, gpu_share=0.9, step_tokens=128,
         rows=4, args=" ".join(["--enforce-eager", f"--block-size {BLOCK}", *options]),
         on_progress=lambda _: None, on_lost_rank=lambda why: sys.exit(why),
     )  # fmt: skip
@@ -65,9 +65,9 @@ def crossdock(model: str, options: list[str]) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    how, model, *options = sys.argv[1:]
+    how, model, dtype, *options = sys.argv[1:]
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    found = (stock if how == "stock" else crossdock)(model, options)
+    found = stock(model, dtype) if how == "stock" else crossdock(model, dtype, options)
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()
     os._exit(0)  # vLLM's own threads need no goodbye

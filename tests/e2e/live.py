@@ -24,7 +24,7 @@ from launcher.admin.status import NoAnswer, ask
 from proto.status import StatusReport
 from runtime.link.keys import Keys
 
-READY_S = 180.0
+READY_S = float(os.environ.get("CROSSDOCK_READY_TIMEOUT_S", "180"))
 START_S = 700.0  # `serve` itself gives up after `--ready-timeout-s`, which is 180 s unless a test asks for more
 ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker")
 

@@ -2,12 +2,13 @@
 status all the time.
 
 Workers and gateways are forked from a process that has imported torch already: a start then costs a fraction of the CPU, and
-hundreds of kills fit into minutes. `fresh=True` starts each as a new program instead; the coordinator always is one, and
-workers whose engine runs in another Python are.
+hundreds of kills fit into minutes. Workers whose engine runs in another Python have a process of that Python to be forked from.
+`fresh=True` starts each as a new program instead; the coordinator always is one.
 """
 
 import asyncio
 import ctypes
+import json
 import multiprocessing
 import os
 import runpy
@@ -16,11 +17,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Queue
 from typing import Any, Protocol
 
 import psutil
@@ -41,7 +44,7 @@ MODULES = {"prefill": "prefill_worker", "decode": "decode_worker"}
 START_S = 300.0
 STOP_S = 30.0
 ASK_EVERY_S = 0.05
-OTHER_PYTHON = bool(os.environ.get("CROSSDOCK_ENGINE_PYTHON"))  # of workers
+OTHER_PYTHON = os.environ.get("CROSSDOCK_ENGINE_PYTHON", "")  # of workers
 KV_GIB = 0.0005 * tiny_models.HEAD_DIM
 _PRELOAD = [
     "worker.process",
@@ -108,6 +111,53 @@ def _new_program(module: str, arguments: list[str], log: Path) -> Process:
         )
 
 
+class _OtherPython:
+    """A process of vLLM's Python that forks workers (`tools.chaos.vllm_forks`)."""
+
+    def __init__(self, log: Path) -> None:
+        with log.open("ab") as out:
+            self._process = subprocess.Popen(
+                (OTHER_PYTHON, "-P", "-m", "tools.chaos.vllm_forks"),
+                env=child_environment(1) | {"_CROSSDOCK_ENTERED": OTHER_PYTHON},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=out,
+                process_group=0,
+                text=True,
+            )
+        self._started: Queue[int] = Queue()
+        self.ended: dict[int, int] = {}
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def start(self, module: str, arguments: list[str], log: Path) -> Process:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([module, arguments, str(log)]) + "\n")
+        self._process.stdin.flush()
+        return _ForkedElsewhere(self._started.get(timeout=START_S), self)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            match line.split():
+                case ["started", pid]:
+                    self._started.put(int(pid))
+                case ["ended", pid, status]:
+                    self.ended[int(pid)] = int(status)
+
+
+@dataclass
+class _ForkedElsewhere:
+    pid: int
+    origin: _OtherPython
+
+    def poll(self) -> int | None:
+        return self.origin.ended.get(self.pid)
+
+
 @dataclass(eq=False)
 class Member:
     """One place in the cluster, and the process that fills it now."""
@@ -148,6 +198,7 @@ class Cluster:
         self.usage_db = home / "usage.sqlite"
         self.members: list[Member] = []
         self.watcher = Watcher(self.coordinator)
+        self._other: _OtherPython | None = None
         common = ["--heartbeat-ms", str(heartbeat_ms), "--log-format", "json"]
         far = ["--insecure"] if network is not None else []
         core = ["--bind", self.coordinator, *far, "--usage-db", str(self.usage_db), "--step-tokens", "64"]
@@ -214,9 +265,11 @@ class Cluster:
         member.incarnation += 1
         module, log = MODULES.get(member.role, member.role), self.home / f"{member.slot}.log"
         arguments = ["--name", member.name, *member.options]
-        is_other = member.role == "coordinator" or (OTHER_PYTHON and member.role in MODULES)
-        if is_other or (self.fresh and not member.host):
+        if member.role == "coordinator" or (self.fresh and not member.host):
             member.process = _new_program(module, arguments, log)
+        elif OTHER_PYTHON and member.role in MODULES:
+            self._other = self._other or _OtherPython(self.home / "forks.log")
+            member.process = self._other.start(module, arguments, log)
         else:
             member.process = _Forked(module, arguments, log, *member.host)
 
@@ -285,6 +338,9 @@ class Cluster:
                     await self.kill(member)
                 ended[member.name] = process.poll() or 0
                 member.process = None
+        if self._other is not None:
+            self._other.close()
+            self._other = None
         return ended
 
 

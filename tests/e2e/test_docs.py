@@ -50,7 +50,7 @@ class Desk:
         text = ADDRESS.sub(self.cluster.base_url, text).removeprefix("sudo ")
         for start, made in self.made.items():
             text = re.sub(rf"{start}[0-9a-f]{{28}}", made, text)
-        text = re.sub(r'"model": "[\w-]+"', f'"model": "{self.cluster.model_id}"', text)
+        text = re.sub(r'"model": "[\w/.-]+"', f'"model": "{self.cluster.model_id}"', text)
         text = re.sub(r"cmpl-[0-9a-f]{24}", self.request, text)
         return sh(text, self.folder, {"XDG_STATE_HOME": str(self.cluster.home)})
 

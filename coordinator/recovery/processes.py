@@ -10,7 +10,7 @@ from proto.messages import Hello, Release, Role
 from proto.progress import Hung
 from runtime.link.failure_detector import STILL_OPEN
 from scheduler.lifecycle import TERMINAL, RequestState, Trigger
-from scheduler.request import Request
+from scheduler.request import RETAINED, Request
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import WORKERS, Worker, worker_of
 
@@ -93,6 +93,8 @@ def _worker_lost(state: State, worker: Worker, reason: str, lives: bool) -> None
         for chunk in step.chunks:
             state.record_usage(state.billing.lost(chunk.request_id, now))
     for key, allocation in worker.allocations.items():
+        if key[1] == RETAINED:
+            continue  # no bill counts what is kept for a next attempt
         emitted, resumed = worker.forwarded(key), allocation.resumed_tokens
         state.accounts.emitted(hello.model, allocation.path, key[0], resumed, emitted, first=emitted > 0)
         state.record_usage(state.billing.lost(key[0], now))

@@ -14,46 +14,6 @@ class StepLimits(NamedTuple):
     in_flight: int = 2
 
 
-class StepPace:
-    """How many tokens a step of one prefill worker may have. A step of 256 tokens takes milliseconds on a GPU, but seconds on a
-    CPU behind a long context, and it cannot be interrupted. So steps are also bounded by the time that they take, judged by
-    the last steps."""
-
-    def __init__(self, limits: StepLimits) -> None:
-        self._limits = limits
-        self.token_ms = 0.0
-        """Milliseconds a token took in the last steps of useful length, smoothed; 0 until there was one."""
-        self.slice_ms = 0.0  # milliseconds that a mixed worker's streams leave between two of their steps; 0: no bound
-
-    @property
-    def _longest_ms(self) -> float:
-        return min(self._limits.ms or inf, self.slice_ms or inf)
-
-    @property
-    def budget(self) -> int:
-        """Tokens of its next step."""
-        most, longest_ms = self._limits.tokens, self._longest_ms
-        if self.token_ms * most <= longest_ms:
-            return most
-        return min(most, max(1 if self.slice_ms else STEP_TOKENS_MIN, int(longest_ms / self.token_ms)))
-
-    def is_full(self, tokens: int) -> bool:
-        """Whether a step was long enough to measure the worker's rate. A short step is mostly overhead, and makes its worker
-        look slower than it is."""
-        return 2 * tokens >= self.budget
-
-    def measure(self, tokens: int, step_ms: float) -> None:
-        if self.is_full(tokens):
-            now_ms = step_ms / tokens
-            self.token_ms += (now_ms - self.token_ms) * (0.5 if self.token_ms else 1.0)
-
-    def may_have_more(self, steps: int, tokens: int) -> bool:
-        """Whether the worker gets another step while `steps` steps of `tokens` tokens in all are in flight."""
-        if not steps:
-            return True
-        return steps < self._limits.in_flight and self._longest_ms > 2 * self.token_ms * tokens
-
-
 _GAIN = 0.1  # the weight of a new report in an average of many
 _OUTLIER = 1.5
 """A step that takes more than this many times as long as others of its size, or less than the inverse, counts at this
@@ -70,7 +30,8 @@ class _Mean(msgspec.Struct, gc=False):
 
 
 class StepFit:
-    """How long a decode step of one worker takes, learnt from its reports.
+    """How long a step of one worker takes, learnt from its reports: a decode step by its sequences, a prefill step by its
+    tokens, called sequences here, too.
 
         step_ms = base + per_sequence * sequences
 
@@ -105,6 +66,10 @@ class StepFit:
         self.largest = max(self.largest, sequences)
         self._line = None
 
+    @property
+    def base_ms(self) -> float:
+        return self._fitted()[0]
+
     def step_ms(self, sequences: float) -> float:
         base, per_sequence = self._fitted()
         return base + per_sequence * sequences
@@ -128,3 +93,46 @@ class StepFit:
             slope = min(max(slope, 0.0), ms / sequences)
             self._line = ms - slope * sequences, slope
         return self._line or (0.0, 0.0)
+
+
+class StepPace:
+    """How many tokens a step of one prefill worker may have. A step of 256 tokens takes milliseconds on a GPU, but seconds on a
+    CPU behind a long context, and it cannot be interrupted. So steps are also bounded by the time that they take, judged by
+    the last steps. Beside streams, a step takes at least twice what it would take without tokens: else most of the worker's
+    time would go to steps themselves."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        self._limits = limits
+        self.token_ms = 0.0
+        """Milliseconds a token took in the last steps of useful length, smoothed; 0 until there was one."""
+        self._fit = StepFit()
+        self.slice_ms = 0.0  # milliseconds that a mixed worker's streams leave between two of their steps; 0: no bound
+
+    @property
+    def _longest_ms(self) -> float:
+        return min(self._limits.ms or inf, max(self.slice_ms, 2 * self._fit.base_ms) if self.slice_ms else inf)
+
+    @property
+    def budget(self) -> int:
+        """Tokens of its next step."""
+        most, longest_ms = self._limits.tokens, self._longest_ms
+        if self.token_ms * most <= longest_ms:
+            return most
+        return min(most, max(1 if self.slice_ms else STEP_TOKENS_MIN, int(longest_ms / self.token_ms)))
+
+    def is_full(self, tokens: int) -> bool:
+        """Whether a step was long enough to measure the worker's rate. A short step is mostly overhead, and makes its worker
+        look slower than it is."""
+        return 2 * tokens >= self.budget
+
+    def measure(self, tokens: int, step_ms: float) -> None:
+        self._fit.add(tokens, step_ms)
+        if self.is_full(tokens):
+            now_ms = step_ms / tokens
+            self.token_ms += (now_ms - self.token_ms) * (0.5 if self.token_ms else 1.0)
+
+    def may_have_more(self, steps: int, tokens: int) -> bool:
+        """Whether the worker gets another step while `steps` steps of `tokens` tokens in all are in flight."""
+        if not steps:
+            return True
+        return steps < self._limits.in_flight and self._longest_ms > 2 * self.token_ms * tokens

@@ -1,6 +1,7 @@
 """What a prefill worker is given in advance is bounded by time, and what tenants share is its time."""
 
 from collections import Counter
+from random import Random
 
 import pytest
 
@@ -52,6 +53,19 @@ def test_short_steps_do_not_change_pace() -> None:
     pace = paced(0.1)
     pace.measure(8, 100.0)
     assert pace.token_ms == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(("fixed_ms", "token_ms", "slice_ms", "tokens"), [
+    (6.0, 0.04, 5.0, 150), (6.0, 0.04, 30.0, 600), (2.0, 10.0, 40.0, 4), (0.0, 10.0, 40.0, 4),
+])  # fmt: skip
+def test_slices_outweigh_their_fixed_cost(fixed_ms: float, token_ms: float, slice_ms: float, tokens: int) -> None:
+    """Beside streams a step takes as long as they leave, but not less than twice its fixed cost."""
+    pace, random = StepPace(StepLimits(2048)), Random(1)
+    pace.slice_ms = slice_ms
+    for _ in range(200):
+        chunk = min(pace.budget, random.randrange(1, 4000))  # the end of a prompt may be shorter than the step
+        pace.measure(chunk, (fixed_ms + token_ms * chunk) * random.uniform(0.95, 1.05))
+    assert 0.7 * tokens <= pace.budget <= 1.3 * tokens + 1
 
 
 def test_no_time_limit_counts_only_tokens() -> None:

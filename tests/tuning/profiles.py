@@ -1,5 +1,8 @@
 """Profiles for tests: round numbers, no machine."""
 
+from coordinator.events import Limits
+from runtime.tenancy.priority_classes import PriorityClass
+from tuning.play.options import RunOptions
 from tuning.profile import Curve, DecodeCost, HostCost, PrefillCost, Profile, ProfileCapacity, TransferCost
 
 GPU = Profile(
@@ -11,3 +14,6 @@ GPU = Profile(
     HostCost(8.0),
 )
 """About what a 7B model takes on one large GPU."""
+
+PATIENT = RunOptions(limits=Limits(priority_classes={"standard": PriorityClass()}))
+"""A class without targets: none is refused because it is expected to be late."""

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from coordinator.events import Limits
+from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.request import Request
 from scheduler.workers.worker import Worker
 from tests.test_tidy import ROOT
@@ -34,7 +35,11 @@ from tuning.profile import Curve, DecodeCost, PrefillCost, Profile, ProfileCapac
 FILE = Path(os.environ.get("CROSSDOCK_DATA") or ROOT.parent / "shared" / "data") / "distserve_opt13b_a100_c21d11.csv"
 SLO = Slo(200.0, 100.0)
 FITTED_RATES = (3.0, 6.0, 9.0, 12.0)
-OPTIONS = RunOptions(limits=Limits(queue_requests_max=10**6, queue_wait_s_max=1e6, step_ms=0))
+OPTIONS = RunOptions(
+    limits=Limits(
+        queue_requests_max=10**6, queue_wait_s_max=1e6, step_ms=0, priority_classes={"standard": PriorityClass()}
+    )
+)  # that system refuses nothing
 FITTED = (23.4, 0.0633, 26.4, 0.65, 3830.0, 9280.0)  # what `fit` gives, to three digits
 
 pytestmark = pytest.mark.skipif(not FILE.is_file(), reason=f"needs {FILE}; set CROSSDOCK_DATA")

@@ -31,7 +31,7 @@ class PlayedOutcome:
     cached_tokens: Floats
     classes: tuple[str, ...]
     clients: tuple[int, ...]  # of each turn, if there are sessions; else empty
-    span_s: float  # from the first arrival to the last end, without pauses
+    span_s: float  # from the first arrival to the last end, without the parts of pauses in which nothing ran
     gaps: Gaps
     prefill_busy: float  # share of the span in which prefill workers computed
     decode_busy: float
@@ -94,9 +94,7 @@ def outcome_of(
     served, ended = first_s != NOT_YET, end_s != NOT_YET
     ttft_ms = np.where(served, 1000 * (first_s - at_s) + host_ms + host_token_ms * prompt, np.nan)
     tpot_ms = np.where(ended & (output > 1), 1000 * (end_s - first_s) / np.maximum(output - 1, 1), np.nan)
-    waits_s = np.diff(np.sort(at_s))
-    tail_s = max(float(end_s.max(initial=0.0)) - float(at_s.max(initial=0.0)), 0.0)
-    span_s = max(float(waits_s[waits_s < PAUSE_S].sum()) + tail_s, 1e-9)
+    span_s = max(_span_s(at_s, end_s), 1e-9)
     workers, running = list(prefill), list(batches)
     steps = sum(batch.steps for batch in running)
     return PlayedOutcome(
@@ -117,3 +115,12 @@ def outcome_of(
         sum(batch.token_steps for batch in running) / max(steps, 1),
         max((worker.link_busy_s for worker in workers), default=0.0) / span_s,
     )
+
+
+def _span_s(at_s: Floats, end_s: Floats) -> float:
+    """Returns the time from the first arrival to the last end, less pauses from the end of all that came before them."""
+    order = np.argsort(at_s)
+    came_s, ended_s = at_s[order], np.maximum.accumulate(end_s[order])
+    waits_s = np.diff(came_s, append=np.inf)
+    works_s = np.clip(ended_s - came_s, 0.0, waits_s)
+    return float(np.where(waits_s < PAUSE_S, waits_s, works_s).sum())

@@ -28,7 +28,7 @@ class _Open(msgspec.Struct):
         return 1000 * (now - self.began)
 
     def computed(self, start: int, now: float) -> None:
-        """Chunks are computed in the order in which they were sent, so what is looked for is near the end."""
+        """Note that a chunk was computed: one of the last, since they are computed in the order in which they were sent."""
         for number in reversed(range(len(self.chunks))):
             sent = self.chunks[number]
             if sent.done_ms:

@@ -91,7 +91,7 @@ class Coordinator:
         self.recent_events = RecentEvents()
         self._admin_key = site.AdminKey(settings.admin_key_file)
         self._started = clock.now()
-        self.attempts = AttemptClock(self.core.cluster.requests)
+        self.attempts: AttemptClock | None = None  # from the first request that its gateway traces
         self._utc_offset_s = 0.0
         self.failure: asyncio.Event = asyncio.Event()  # set when the ledger can no longer be written
         self.server = LinkServer(
@@ -134,7 +134,8 @@ class Coordinator:
         """Record the event, and what comes of it. After an absence, act on nothing."""
         if self.stall_detector.was_away(now):
             return ()
-        self.attempts.on_event(event, now)
+        if self.attempts is not None:
+            self.attempts.on_event(event, now)
         return (self.recorder or self.core).handle(event, now)
 
     def next_deadline(self) -> float | None:
@@ -332,9 +333,12 @@ class Coordinator:
     def _message(self, peer: Peer, message: Message, blob: bytes) -> None:
         if self.peers.get(peer.incarnation) is not peer:
             raise RemoteProtocolError("this link was replaced by a newer one")
-        if isinstance(message, Submit) and self._is_too_much(message):
-            self._refuse(peer, message)
-            return
+        if isinstance(message, Submit):
+            if self._is_too_much(message):
+                self._refuse(peer, message)
+                return
+            if message.traced and self.attempts is None:
+                self.attempts = AttemptClock(self.core.cluster.requests)
         if isinstance(message, PolicyRequest) and peer.hello.role is Role.OBSERVER and self.policies is not None:
             self.policies.on_request(message, peer.send)
             return
@@ -379,8 +383,9 @@ class Coordinator:
             peer.send(message, send.blob)
 
     def _perform(self, action: Action) -> None:
-        for times in self.attempts.on_action(action, self.core.state.now):
-            self._send(times)
+        if self.attempts is not None:
+            for times in self.attempts.on_action(action, self.core.state.now):
+                self._send(times)
         match action:
             case Send():
                 if self.outbox.pass_or_hold(action):

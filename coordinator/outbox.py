@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from coordinator.events import Send
-from proto.messages import Accepted, ClusterState, Interrupted, Placed, Rejected
+from proto.messages import Accepted, ClusterState, Interrupted, Rejected, WaitReport
 from proto.status import StatusReport
 
-_APART = Accepted | ClusterState | Interrupted | Placed | Rejected | StatusReport
+_APART = Accepted | ClusterState | Interrupted | WaitReport | Rejected | StatusReport
 """Messages that do not depend on those about other requests."""
 
 

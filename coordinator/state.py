@@ -16,11 +16,11 @@ from proto.messages import (
     Hello,
     Interrupted,
     Message,
-    Placed,
     Prefill,
     Rejected,
     Release,
     Reserve,
+    WaitReport,
 )
 from proto.parts import Room, Waits
 from scheduler.decisions import Decision, Dispatched, Interruption, Placement, Withdrawn
@@ -49,7 +49,7 @@ _OVERLOAD = (Reject.QUEUE_FULL, Reject.SHED, Reject.EXPIRED, Reject.DEADLINE)
 
 
 def because(reason: Reject, path: tuple[str, ...], queue: WaitQueue | None, waits: Waits) -> WaitReason | None:
-    """What a rejected request waited for most, or what it would have waited for if it is rejected at once."""
+    """Returns the longest wait of a rejected request; if it is rejected at once, the wait that it would have had."""
     if reason is Reject.QUOTA:
         return WaitReason.QUOTA
     if reason in _NO_WORKER:
@@ -198,7 +198,7 @@ class State:
         self.send(prefill.incarnation, prefill_message, request.blob)
         request.blob = b""
         if request.waited.total >= FELT_MS:
-            self.send(incarnation, Placed(*request.key, request.waited))
+            self.send(incarnation, WaitReport(*request.key, request.waited))
         names = dict.fromkeys((prefill.hello.name, decode.hello.name))
         self.out.append(StateChanged(request.id, request.attempt, RequestState.PLACED, " + ".join(names)))
 

@@ -25,9 +25,9 @@ from gateway.streams.types import (
     SendSubmit,
     Shutdown,
     StreamLimits,
+    StreamPlaced,
     Tick,
     TokensReceived,
-    Waited,
     Why,
     Work,
     WorkerDown,
@@ -41,10 +41,10 @@ from proto.messages import (
     Hello,
     Interrupted,
     Message,
-    Placed,
     Rejected,
     Role,
     Tokens,
+    WaitReport,
 )
 from proto.parts import Room
 from proto.progress import EndSession, PromptLogprobs
@@ -67,7 +67,7 @@ class LinkPeer(Protocol):
 
 
 Receiver = Callable[
-    [Admitted | Waited | Deliver | Ended], None
+    [Admitted | StreamPlaced | Deliver | Ended], None
 ]  # gets the events of its streams in the order in which they came
 
 
@@ -186,10 +186,10 @@ class Backend:
                 if self.tracer is not None and isinstance(message, Rejected):
                     self.tracer.rejected(message)
                 self._driver.post(message)
-            case Placed(request_id, attempt, waits):
+            case WaitReport(request_id, attempt, waits):
                 submission = self.keeper.submissions.get(request_id)
                 if submission is not None and submission.attempt == attempt:
-                    self._put(submission.stream.id, Waited(submission.stream.id, waits))
+                    self._put(submission.stream.id, StreamPlaced(submission.stream.id, waits))
             case AttemptTimes():
                 if self.tracer is not None:
                     self.tracer.times_came(message)
@@ -279,7 +279,7 @@ class Backend:
                 emit = _log.debug if why is Why.STALE_TOKENS else _log.info
                 emit("stream", request_id=stream_id, what=why.value, detail=detail)
 
-    def _put(self, stream_id: str, event: Admitted | Waited | Deliver | Ended) -> None:
+    def _put(self, stream_id: str, event: Admitted | StreamPlaced | Deliver | Ended) -> None:
         if (receiver := self._receivers.get(stream_id)) is not None:
             receiver(event)
 

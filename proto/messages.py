@@ -1,6 +1,6 @@
 """The messages of the control plane, by sender and receiver.
 
-    gateway  ⇄ coordinator      Submit, Cancel, EndSession  →   ← Accepted, Rejected, Placed, Interrupted, AttemptTimes
+    gateway  ⇄ coordinator      Submit, Cancel, EndSession  →   ← Accepted, Rejected, WaitReport, Interrupted, AttemptTimes
     coordinator ⇄ workers       Prefill, Step, Reserve, Release →   ← StepDone, HandedOver, DecodeProgress, Finished, Released,
                                 EndPrefix                   →       WorkFailed, CacheMiss, CacheEvents
                                 Draining, Flip              →   ← Draining; Drained →
@@ -178,7 +178,7 @@ class Rejected(Message, frozen=True):
     because: WaitReason | None = None  # what it waited for most, or would have; None: `reason` says it
 
 
-class Placed(Message, frozen=True):
+class WaitReport(Message, frozen=True):
     """The request waits no longer. It is sent if the wait was felt: a gateway that hears nothing counts none."""
 
     request_id: RequestId

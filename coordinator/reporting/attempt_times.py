@@ -27,6 +27,16 @@ class _Open(msgspec.Struct):
     def ms(self, now: float) -> float:
         return 1000 * (now - self.began)
 
+    def computed(self, start: int, now: float) -> None:
+        """Note that a chunk was computed: one of the last, since they are computed in the order in which they were sent."""
+        for number in reversed(range(len(self.chunks))):
+            sent = self.chunks[number]
+            if sent.done_ms:
+                return
+            if sent.start == start:
+                self.chunks[number] = msgspec.structs.replace(sent, done_ms=self.ms(now))
+                return
+
     def note(self, **fields: object) -> None:
         self.times = msgspec.structs.replace(self.times, **fields)
 
@@ -44,11 +54,8 @@ class AttemptClock:
         message = event.message
         if isinstance(message, StepDone):
             for chunk in message.computed:
-                attempt = self._of(chunk.request_id, chunk.attempt)
-                for number, sent in enumerate(attempt.chunks if attempt is not None else ()):
-                    if sent.start == chunk.start and not sent.done_ms and attempt is not None:
-                        attempt.chunks[number] = msgspec.structs.replace(sent, done_ms=attempt.ms(now))
-                        break
+                if (attempt := self._of(chunk.request_id, chunk.attempt)) is not None:
+                    attempt.computed(chunk.start, now)
         elif isinstance(message, HandedOver) and (attempt := self._of(message.request_id, message.attempt)) is not None:
             attempt.note(transfer_ms=message.transfer_ms)
 

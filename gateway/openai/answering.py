@@ -17,7 +17,7 @@ from gateway.http.errors import WAIT_HEADER, ApiError, of_failure, rate_headers,
 from gateway.http.request_log import RequestInfo
 from gateway.openai.answers import Answer, ChoiceState
 from gateway.openai.forms import Form
-from gateway.streams.types import Admitted, Deliver, Ended, Finish, Waited, Work
+from gateway.streams.types import Admitted, Deliver, Ended, Finish, StreamPlaced, Work
 from gateway.tools.reader import AnswerReader
 from proto.errors import WaitReason
 from proto.messages import RateState, Waits
@@ -92,14 +92,14 @@ class Answering:
         self._first_choice = {work.stream_id: number * prepared.choices for number, work in enumerate(works)}
         self._backend = backend
         self._open = set(self.unadmitted)  # Streams that the backend has not ended
-        self._events: list[Admitted | Waited | Deliver | Ended] = []
+        self._events: list[Admitted | StreamPlaced | Deliver | Ended] = []
         self._wake = asyncio.Event()
         self._left = False
         backend.open(works, self._put)
 
     # --- the backend and the connection -------------------------------------------------------------------------------
 
-    def _put(self, event: Admitted | Waited | Deliver | Ended) -> None:
+    def _put(self, event: Admitted | StreamPlaced | Deliver | Ended) -> None:
         if isinstance(event, Ended):
             self._open.discard(event.stream_id)
         self._events.append(event)
@@ -118,7 +118,7 @@ class Answering:
 
     # --- the answer ---------------------------------------------------------------------------------------------------
 
-    def _take(self, events: Iterable[Admitted | Waited | Deliver | Ended]) -> list[tuple[ChoiceState, Deliver]]:
+    def _take(self, events: Iterable[Admitted | StreamPlaced | Deliver | Ended]) -> list[tuple[ChoiceState, Deliver]]:
         """Account for events up to the first failure, which sets `failed`; returns the deliveries among them."""
         delivered = []
         for event in events:
@@ -134,7 +134,7 @@ class Answering:
                 self.unadmitted.discard(event.stream_id)
                 self.rates = event.rates or self.rates
                 self._cold_start_ms = max(self._cold_start_ms, 1000 * event.cold_start_s)
-            elif isinstance(event, Waited):
+            elif isinstance(event, StreamPlaced):
                 self.waits = max(self.waits, event.waits, key=lambda waits: waits.total)
             elif event.failure is not None:
                 self.failed = of_failure(event.failure)

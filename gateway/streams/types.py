@@ -174,7 +174,7 @@ class Admitted:
 
 
 @dataclass(frozen=True)
-class Waited:
+class StreamPlaced:
     """The stream has got a place on workers, after a wait."""
 
     stream_id: str

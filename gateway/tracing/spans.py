@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from gateway.tracing.trace import Attempt, Trace
+from gateway.tracing.trace import Trace, TracedAttempt
 from proto.messages import AttemptTimes, Waits
 
 FELT_S: Final = 0.001
@@ -64,7 +64,7 @@ def root_span(trace: Trace) -> Span:
     return root
 
 
-def _of_attempt(trace: Trace, attempt: Attempt) -> Iterator[Span]:
+def _of_attempt(trace: Trace, attempt: TracedAttempt) -> Iterator[Span]:
     assert trace.ended_at is not None
     later = trace.attempts[trace.attempts.index(attempt) + 1 :]
     following = next((a for a in later if _follows(a, attempt)), None)
@@ -82,11 +82,11 @@ def _of_attempt(trace: Trace, attempt: Attempt) -> Iterator[Span]:
         yield Span("pause", over, end, common | {"crossdock.outcome": times.outcome})
 
 
-def _follows(later: Attempt, attempt: Attempt) -> bool:
+def _follows(later: TracedAttempt, attempt: TracedAttempt) -> bool:
     return later.request_id == attempt.request_id or later.request_id.startswith(f"{attempt.request_id}.c")
 
 
-def _parts(trace: Trace, attempt: Attempt, times: AttemptTimes, over: float) -> Iterator[Span]:
+def _parts(trace: Trace, attempt: TracedAttempt, times: AttemptTimes, over: float) -> Iterator[Span]:
     """The parts of an attempt that was over at `over`, in order, each from the end of the one before."""
     start, first = attempt.submitted_at, attempt.first_at
     seen = min(over if first is None else first, over)  # nothing before the first token can end later

@@ -8,7 +8,7 @@ from proto.messages import AttemptTimes
 
 
 @dataclass(eq=False)
-class Attempt:
+class TracedAttempt:
     """One attempt at one of the request's prompts, or at one choice of it that was resumed by itself."""
 
     request_id: str
@@ -39,7 +39,7 @@ class Trace:
     first_sent_at: float | None = None  # when the first token was written to the client's connection
     ended_at: float | None = None
     finish_reasons: list[str] = field(default_factory=list)
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[TracedAttempt] = field(default_factory=list)
 
     def first_token_sent(self, now: float) -> None:
         if self.first_sent_at is None and self.info.first_token_at is not None:
@@ -65,8 +65,8 @@ class Trace:
         target_ms = min((target for target in targets if target), default=0.0)
         return bool(target_ms) and self.ttft_s is not None and 1000 * self.ttft_s > target_ms
 
-    def attempt(self, request_id: str, number: int) -> Attempt | None:
+    def attempt(self, request_id: str, number: int) -> TracedAttempt | None:
         return next((a for a in self.attempts if a.request_id == request_id and a.number == number), None)
 
-    def latest(self, request_id: str) -> Attempt | None:
+    def latest(self, request_id: str) -> TracedAttempt | None:
         return next((a for a in reversed(self.attempts) if a.request_id == request_id), None)

@@ -8,7 +8,7 @@ from typing import Final
 from gateway.http.request_log import RequestInfo
 from gateway.tracing.context import TraceContext, read_traceparent
 from gateway.tracing.spans import Span, root_span
-from gateway.tracing.trace import Attempt, Trace
+from gateway.tracing.trace import Trace, TracedAttempt
 from proto.messages import AttemptTimes, Rejected, Submit
 from runtime.process import clock
 
@@ -43,7 +43,7 @@ class Tracer:
             return
         attempt = trace.attempt(submit.request_id, submit.attempt)
         if attempt is None:
-            trace.attempts.append(Attempt(submit.request_id, submit.attempt, now))
+            trace.attempts.append(TracedAttempt(submit.request_id, submit.attempt, now))
             trace.model = submit.model
         elif attempt.rejected:
             attempt.submitted_at, attempt.rejected = now, False

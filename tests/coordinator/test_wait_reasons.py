@@ -2,18 +2,18 @@
 
 import pytest
 
-from coordinator.event_log.timeline import Placed as PlacedEntry
+from coordinator.event_log.timeline import Placed
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from launcher.admin.explain_words import summary
 from proto.errors import Reject, WaitReason
-from proto.messages import Chunk, Finished, HandedOver, Placed, Rejected, Role, StepDone, Waits
+from proto.messages import Chunk, Finished, HandedOver, Rejected, Role, StepDone, WaitReport, Waits
 from tests.coordinator.logged_core import as_logged
 from tests.coordinator.test_timeline import ONE_STEP, Scene, story_of
 from tests.coordinator.world import Harness, submit, worker_hello
 
 
 def placed(h: Harness) -> dict[str, Waits]:
-    return {m.request_id: m.waits for m in h.take(Placed) if isinstance(m, Placed)}
+    return {m.request_id: m.waits for m in h.take(WaitReport) if isinstance(m, WaitReport)}
 
 
 def chunk(name: str) -> Chunk:
@@ -33,7 +33,7 @@ def test_wait_is_split_by_who_was_served() -> None:
     assert waits["other"].other_tenants == pytest.approx(200.0) and not waits["other"].own_queue
     assert "own" not in waits, "a wait that nobody felt is not reported"
     entries = story_of(as_logged(h.core), "last")
-    (entry,) = [one for one in entries if isinstance(one, PlacedEntry)]
+    (entry,) = [one for one in entries if isinstance(one, Placed)]
     assert entry.waits == waits["last"]
     assert "it waited for own queue 0.100 s, other tenants 0.100 s" in summary(entries)
 

@@ -26,6 +26,7 @@ from runtime.link.keys import Keys
 
 READY_S = float(os.environ.get("CROSSDOCK_READY_TIMEOUT_S", "180"))
 START_S = 700.0  # `serve` itself gives up after `--ready-timeout-s`, which is 180 s unless a test asks for more
+SERVES = "Serving until Ctrl-C"  # what `serve` says once it is ready
 ROLES = ("coordinator", "gateway", "prefill_worker", "decode_worker")
 
 
@@ -151,7 +152,8 @@ class Live(Served):
         self._serving = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        if not self._serving.wait(START_S) or self.process.poll() is not None:
+        self._serving.wait(START_S)
+        if not any(line.startswith(SERVES) for line in self.output):
             self.stop()
             raise AssertionError("the cluster did not come up:\n" + "".join(self.output))
 
@@ -163,7 +165,7 @@ class Live(Served):
                 self.coordinator = found[1]
             if found := re.match(r"Base URL +(http://\S+)/v1", line):
                 self.base_url = found[1]
-            if line.startswith("Serving until Ctrl-C"):
+            if line.startswith(SERVES):
                 self._serving.set()
         self._serving.set()
 

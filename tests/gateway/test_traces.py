@@ -9,7 +9,7 @@ from gateway.http.request_log import RequestInfo
 from gateway.tracing.context import TraceContext, read_traceparent
 from gateway.tracing.export import CLOSE_WAIT_S, SpanExport
 from gateway.tracing.spans import Span, root_span
-from gateway.tracing.trace import Attempt, Trace
+from gateway.tracing.trace import Trace, TracedAttempt
 from gateway.tracing.tracer import Tracer
 from proto.messages import AttemptTimes, ChunkTimes, Submit, Waits
 from proto.sampling import Sampling
@@ -79,7 +79,7 @@ def test_notable_requests_are_always_sent() -> None:
 def test_parts_of_attempts_leave_no_gap() -> None:
     """A request resumed before its first token has contiguous parts over both attempts, from its headers to that token."""
     info = RequestInfo(started_at=1.0, first_token_at=8.0)
-    one, two = Attempt("r", 1, 2.0), Attempt("r", 2, 5.0, first_at=8.0, second_at=8.5, last_at=9.0)
+    one, two = TracedAttempt("r", 1, 2.0), TracedAttempt("r", 2, 5.0, first_at=8.0, second_at=8.5, last_at=9.0)
     one.times = AttemptTimes("r", 1, "interrupted: prefill_lost", 2500.0, chunks=(ChunkTimes(0, 4, 1000.0),))
     chunks = (ChunkTimes(0, 4, 500.0, 1500.0), ChunkTimes(4, 4, 1500.0, 3500.0))
     two.times = AttemptTimes("r", 2, "", 4000.0, computed_ms=3500.0, waits=Waits(500.0), chunks=chunks)

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.streams.types import StreamLimits
 from proto.errors import Reject, WaitReason
-from proto.messages import Placed, Rejected, Submit, Waits
+from proto.messages import Rejected, Submit, WaitReport, Waits
 from tests.gateway.fakes import Site
 from tests.gateway.http_words import on_site, post
 from tests.helpers import until
@@ -27,8 +27,8 @@ def test_answer_says_what_it_waited_for(stream: bool) -> None:
         await until(lambda: len(site.cluster.submits) == 2)
         submit, _ = site.cluster.submits[-1]
         backend = site.gateway.backend
-        backend.coordinator_message(site.cluster, Placed(submit.request_id, 2, Waits(9.0)), b"")
-        backend.coordinator_message(site.cluster, Placed(submit.request_id, 1, Waits(1.0, 2.25, 1000.0)), b"")
+        backend.coordinator_message(site.cluster, WaitReport(submit.request_id, 2, Waits(9.0)), b"")
+        backend.coordinator_message(site.cluster, WaitReport(submit.request_id, 1, Waits(1.0, 2.25, 1000.0)), b"")
         site.cluster.submits = [(submit, [])]
         site.cluster.release()
         answer = await asking

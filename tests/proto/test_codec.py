@@ -41,7 +41,7 @@ SAMPLES: list[Message] = [
     messages.StatusRequest(),
     messages.Accepted(*ID, RATES),
     messages.Rejected(*ID, Reject.QUEUE_FULL, "full", 1.5, RATES, Waits(1.0), WaitReason.OWN_QUEUE),
-    messages.Placed(*ID, Waits(1.0, 2.0, 3.0, 4.0)),
+    messages.WaitReport(*ID, Waits(1.0, 2.0, 3.0, 4.0)),
     messages.AttemptTimes(*ID, "finished: done", 9.0, chunks=(messages.ChunkTimes(0, 4, 1.0, 2.0),)),
     messages.Interrupted(*ID, Interrupt.DECODE_LOST, "gone"),
     messages.ClusterState(("a", "b"), (16, 32)),

@@ -54,18 +54,20 @@ async def cluster(coordinator: str, keys: Keys | None, seconds: float) -> Snapsh
         took_s = clock.now() - began
     shares = {
         name: (now[1] - was[1]) / max(now[0] - was[0], 1)
-        for name, now in _throttled(report).items()
+        for name, now in _throttled(first).items()  # a stopped worker may be lost by now
         if (was := throttled.get(name)) is not None
     }
-    processes = tuple(
-        ProcessMetrics(name, readings(before[name].samples, page.samples), page.clock_ahead_s, shares.get(name, 0.0))
+    processes = [
+        ProcessMetrics(name, readings(before[name].samples, page.samples), page.clock_ahead_s, shares.pop(name, 0.0))
         for name, page in after.items()
         if name in before
-    )
+    ]
+    # A process that its CPU limit stops for most of the time may be too slow to show its metrics.
+    processes += [ProcessMetrics(name, {}, throttled_share=share) for name, share in shares.items()]
     here_too = [process_states.read(folder) for folder in registry.folders_of(coordinator)]
     restarts = tuple(line for part in here_too for line in process_states.lines(part.processes, clock.unix_time()))
     unseen = tuple(sorted(report.metrics.keys() - after.keys()))
-    return Snapshot(took_s, clock.unix_time(), report, processes, restarts, unseen)
+    return Snapshot(took_s, clock.unix_time(), report, tuple(processes), restarts, unseen)
 
 
 async def server(url: str, seconds: float) -> ProcessMetrics:

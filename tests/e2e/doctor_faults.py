@@ -179,7 +179,7 @@ class Faults:
 
     @contextmanager
     def hot_tenant(self) -> Iterator[None]:
-        with load(self.up, 40, 50, 300, "acme"), load(self.up, 1, 50, 10, "lab"):
+        with load(self.up, 40, 50, 300, "acme"), load(self.up, 4, 50, 100, "lab"):
             yield
 
     @contextmanager

@@ -33,7 +33,8 @@ def test_tools_show_a_running_cluster(cluster: Live) -> None:
     assert logs and all(line.split()[1] == "decode-0" for line in logs)
     rows = json.loads(_crossdock(cluster, "config", "show", "decode-0", "--json").stdout)
     sources = {row["option"]: (row["value"], row["source"]) for row in rows}
-    assert sources["--kv-gib"] == (0.5, "environment CROSSDOCK_KV_GIB")
+    # `serve` reads this in its environment, and gives it to the worker as a flag.
+    assert sources["--kv-gib"] == (0.5, "flag")
     assert sources["--name"] == ("decode-0", "flag") and sources["--max-seqs"] == (64, "default")
     told = subprocess.run(
         [*CROSSDOCK, "chat", "--max-tokens", "5"],

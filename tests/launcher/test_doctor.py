@@ -7,8 +7,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import uvloop
 
-from launcher.doctor import rules, vllm
+from launcher.doctor import collect, rules, vllm
 from launcher.doctor.causes import CAUSES
 from launcher.doctor.snapshot import ProcessMetrics, Reading, Snapshot, readings
 from proto.messages import Role
@@ -214,6 +215,27 @@ def test_counters_grow_from_restarts() -> None:
     found = ProcessMetrics("p", readings(before, after))
     assert [one.grew for one in found.readings("a_total")] == [3.0, 2.0]
     assert found.grew("a_total", x=1) == 3.0 and found.now("a_total") == 10.0 and found.grew("b_total") == 4.0
+
+
+def test_silent_stopped_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that its CPU limit stops too much to show metrics, and that is lost meanwhile, is still named."""
+    looks = iter([HEALTHY.report, msgspec.structs.replace(HEALTHY.report, workers=WORKERS[1:])])
+    periods = iter([(100, 10), (200, 100)])
+
+    async def ask(*_: object) -> StatusReport:
+        return next(looks)
+
+    async def scrape_all(*_: object) -> dict[str, collect.Page]:
+        return {}
+
+    def throttled(report: StatusReport) -> dict[str, tuple[int, int]]:
+        return {one.name: next(periods) for one in report.workers if one.name == "decode-0"}
+
+    monkeypatch.setattr(collect, "ask", ask)
+    monkeypatch.setattr(collect, "_scrape_all", scrape_all)
+    monkeypatch.setattr(collect, "_throttled", throttled)
+    (found,) = rules.diagnose(uvloop.run(collect.cluster("tcp://127.0.0.1:1", None, 0.0)))
+    assert (found.cause, found.where) == ("throttled_cpu", "decode-0") and "90%" in found.evidence[0]
 
 
 def _vllm(**series: list[Reading]) -> list[str]:

@@ -65,6 +65,7 @@ TENANCY, SLOW, REACH = (
 )
 TLS = "tests/runtime/test_tls.py::"
 METRICS, TENANTS = "tests/runtime/test_metrics_server.py::", "tests/runtime/test_tenants_file.py::"
+TRACES = "tests/gateway/test_traces.py::"
 DASHBOARD = "tests/coordinator/test_dashboard.py::"
 RESPONSES, REPLAY = "tests/gateway/test_responses.py::", "tests/coordinator/test_replay.py::"
 BATCHES = "tests/gateway/test_batch_bounds.py::"
@@ -72,6 +73,16 @@ HASHES, NOTIFY = "tests/coordinator/test_hash_key.py::", "tests/launcher/test_no
 CLEAR, CALLS = "tests/kvtransfer/test_encryption_options.py::", "tests/test_dangerous_calls.py::"
 
 BREAKS: Final[dict[str, Break]] = {
+    TRACES + "test_bad_traceparent_is_ignored": Break(
+        "gateway/tracing/context.py",
+        "_TRACEPARENT.fullmatch(values[0]) if len(values) == 1 else None",
+        "_TRACEPARENT.search(values[0]) if values else None",
+    ),
+    TRACES + "test_hanging_collector_delays_nothing": Break(
+        "gateway/tracing/export.py",
+        "BatchSpanProcessor(exporter, max_queue_size=QUEUED_MAX)",
+        'getattr(__import__("opentelemetry.sdk.trace.export", fromlist=["export"]), "SimpleSpanProcessor")(exporter)',
+    ),
     "tests/coordinator/test_ledger.py::test_locked_ledger_is_waited_for": Break(
         "coordinator/accounting/ledger.py",
         "            if not _may_pass(error):\n                raise\n            self._failed(db, error)",

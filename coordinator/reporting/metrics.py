@@ -478,8 +478,7 @@ class RecentTimes:
         return list(islice(reversed(self._last), most))
 
     def figures(self, since: float = -inf) -> dict[str, float]:
-        """Medians and 99th percentiles as the coordinator sees them, in ms, of the last requests that finished; empty if there
-        are none. The first token is drawn when the prompt is computed."""
+        """Medians and 99th percentiles in ms of the last requests that finished; the first token is drawn with the prompt."""
         finished = [one.closed for one in self._last if one.closed.outcome == RequestState.FINISHED and one.at >= since]
         if not finished:
             return {}

@@ -26,7 +26,7 @@ AT_ONCE = 32
 LOOKS = 5  # at the machine's own load between the two readings
 
 
-class Unreachable(CrossdockError):
+class NoMetrics(CrossdockError):
     """A server does not show metrics."""
 
 
@@ -71,7 +71,7 @@ async def cluster(coordinator: str, keys: Keys | None, seconds: float) -> Snapsh
 
 
 async def server(url: str, seconds: float) -> ProcessMetrics:
-    """Reads the metrics of another server, like vLLM. Raises `Unreachable`."""
+    """Reads the metrics of another server, like vLLM. Raises `NoMetrics`."""
     address = f"{url.rstrip('/').removesuffix('/metrics').removesuffix('/v1')}/metrics"
     async with new_session() as session:
         pages = []
@@ -79,7 +79,7 @@ async def server(url: str, seconds: float) -> ProcessMetrics:
             try:
                 pages.append(await _scrape(session, address))
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-                raise Unreachable(f"--url: no metrics at {address}: {error or 'no answer'}") from None
+                raise NoMetrics(f"--url: no metrics at {address}: {error or 'no answer'}") from None
             await asyncio.sleep(pause_s)
     return ProcessMetrics(url, readings(pages[0].samples, pages[1].samples), pages[1].clock_ahead_s)
 

@@ -37,7 +37,7 @@ class DoctorSettings(ObserverOptions, JsonOption):
 
 
 def run(settings: DoctorSettings) -> int:
-    """Raises `NoAnswer`, `SeveralClusters`, `Unreachable` or `ConfigError`."""
+    """Raises `NoAnswer`, `SeveralClusters`, `NoMetrics` or `ConfigError`."""
     console, before = tables.console(highlight=False), None
     while True:
         found, unseen = _look(settings)

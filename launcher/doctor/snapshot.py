@@ -12,7 +12,7 @@ from proto.status import StatusReport
 Samples = Iterable[tuple[str, Mapping[str, str], float]]  # name, labels, value
 
 
-class Reading(msgspec.Struct, frozen=True, array_like=True):
+class Sample(msgspec.Struct, frozen=True, array_like=True):
     labels: dict[str, str]
     now: float
     grew: float  # since the first reading
@@ -25,11 +25,11 @@ class ProcessMetrics(msgspec.Struct, frozen=True):
     """One process, as its own metrics and this machine show it."""
 
     name: str
-    series: dict[str, list[Reading]]
+    series: dict[str, list[Sample]]
     clock_ahead_s: float = 0.0  # its wall clock minus that of this machine
     throttled_share: float = 0.0  # of the periods of its CPU limit; 0 also for processes of other machines
 
-    def readings(self, metric: str, **labels: object) -> Iterator[Reading]:
+    def readings(self, metric: str, **labels: object) -> Iterator[Sample]:
         return (one for one in self.series.get(metric, ()) if one.has(labels))
 
     def now(self, metric: str, **labels: object) -> float:
@@ -84,11 +84,11 @@ def _bound(text: str) -> float:
     return inf if text == "+Inf" else float(text)
 
 
-def readings(before: Samples, after: Samples) -> dict[str, list[Reading]]:
+def readings(before: Samples, after: Samples) -> dict[str, list[Sample]]:
     """Joins two readings of the same process; a counter that began anew has grown from 0."""
     earlier = {(name, tuple(sorted(labels.items()))): value for name, labels, value in before}
-    found: dict[str, list[Reading]] = defaultdict(list)
+    found: dict[str, list[Sample]] = defaultdict(list)
     for name, labels, value in after:
         was = earlier.get((name, tuple(sorted(labels.items()))), 0.0)
-        found[name].append(Reading(dict(labels), value, value - was if value >= was else value))
+        found[name].append(Sample(dict(labels), value, value - was if value >= was else value))
     return dict(found)

@@ -85,6 +85,8 @@ def build(settings: ServeSettings, model: ReadyModel, ports: ReservedPorts) -> L
         )
         for index, port in enumerate(http)
     ]
+    if fronts[0].tls_client_ca:
+        raise SettingsError("--tls-client-ca: crossdock serve asks its gateway without a certificate; use crossdock up")
     # API keys are passed in the environment, because ps shows flags.
     api_keys = {ENV_PREFIX + "API_KEYS": ",".join(settings.api_keys or [key])} if key else {}
     control = child_environment(1)
@@ -109,10 +111,9 @@ def build(settings: ServeSettings, model: ReadyModel, ports: ReservedPorts) -> L
     notes = [plan.note] if plan.note else []
     if settings.port not in (0, http[0]):
         notes.append(f"port {settings.port} is taken by another program; serving on {http[0]} (--port chooses one)")
-    if fronts[0].tls_client_ca:
-        raise SettingsError("--tls-client-ca: crossdock serve asks its gateway without a certificate; use crossdock up")
-    certificate = fronts[0].tls_certificate
-    return LocalAddresses(urls, coordinator, plan, tuple(processes), key, metrics[-1], tuple(notes), certificate)
+    return LocalAddresses(
+        urls, coordinator, plan, tuple(processes), key, metrics[-1], tuple(notes), fronts[0].tls_certificate
+    )
 
 
 def _gpu_share(settings: ServeSettings, shared: dict[str, str]) -> dict[str, str]:

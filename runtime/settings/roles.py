@@ -235,7 +235,7 @@ class GatewaySettings(BatchOptions, ClientSettings):
     otlp_endpoint: str = Field(
         "",
         max_length=512,
-        pattern=r"^(https?://.+)?$",
+        pattern=r"^(https?://.+)?\z",
         description="URL of an OpenTelemetry collector that takes OTLP over HTTP, like http://localhost:4318; needs"
         " crossdock[tracing]. Empty: what OTEL_EXPORTER_OTLP_ENDPOINT says; without either, nothing is traced.",
     )

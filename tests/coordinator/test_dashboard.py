@@ -18,6 +18,7 @@ from coordinator.dashboard.site import AdminKey, DashboardSite
 from coordinator.dashboard.snapshot import EVENTS_KEPT, TENANTS_SHOWN, WORKERS_SHOWN, RecentEvents, snapshot
 from coordinator.events import PeerUp, StateChanged
 from coordinator.main import Coordinator
+from runtime.process import log
 from coordinator.reporting.metrics import RecentTimes
 from proto.drain import DrainRequest
 from proto.messages import Message, Role
@@ -333,8 +334,9 @@ def test_short_admin_key_is_refused(tmp_path: Path) -> None:
             AdminKey(str(tmp_path / name))
 
 
-def test_coordinator_carries_out_orders(tmp_path: Path) -> None:
+def test_coordinator_carries_out_orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator takes the dashboard's orders as those of an operator's tool, and shows its own state."""
+    monkeypatch.setattr(log, "configure", lambda **_how: log.get("crossdock"))  # that of this process stays as it is
 
     async def scene() -> None:
         settings = CoordinatorSettings(

@@ -144,7 +144,7 @@ RANKED: list[dict[str, Any]] = [
     for workers, binds in (("128P384D", "prefill compute"), ("512M", ""))
 ]  # fmt: skip
 TUNED: dict[str, Any] = {
-    "settings": {"workers": 2},
+    "settings": {"workers": 2, "cards": 0, "layouts": ""},
     "what_if_requests": 4_800,
     "by_workers": [
         {

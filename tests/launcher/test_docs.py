@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import typer
@@ -29,7 +29,20 @@ from tests.test_layout import sources
 from tools import configuration as configuration_reference
 
 COMMANDS = commands()
-NOT_OURS = {"curl", "docker", "journalctl", "kubectl", "pip", "pipx", "python3", "sbatch", "systemctl", "uv", "vllm"}
+NOT_OURS = {
+    "curl",
+    "docker",
+    "journalctl",
+    "kubectl",
+    "pip",
+    "pipx",
+    "python",
+    "python3",
+    "sbatch",
+    "systemctl",
+    "uv",
+    "vllm",
+}
 """Of them, and of what is in a `.venv`, only what they name of ours is checked."""
 HTTP_CODES = (
     "missing_api_key invalid_api_key model_not_found request_timeout request_too_large not_ready gateway_overloaded"
@@ -184,6 +197,8 @@ def test_options_in_prose_exist() -> None:
             "--session-share",
             "--phase-s",
             "--decode-heavy",
+            "--router-mode",  # of Dynamo, as is the next
+            "--is-prefill-worker",
         }
         assert not {one for one in named if one not in known}, path
 
@@ -217,6 +232,9 @@ def _named_in_messages(path: Path) -> set[str]:
 def test_serve_has_options_of_messages() -> None:
     """Every option that a message of a role names is one of `crossdock serve`, or one that it decides."""
     taken = {options.option_name(key, field) for key, field in EveryServeOption.model_fields.items()}
+    for field in EveryServeOption.model_fields.values():
+        if isinstance(field.json_schema_extra, dict):
+            taken |= set(cast("list[str]", field.json_schema_extra.get("aliases", [])))
     taken |= (
         {"--" + key.replace("_", "-") for key in DECIDED}
         | {"--config", "--help", "--version", "--no", "--json"}
@@ -257,7 +275,9 @@ def test_page_links_resolve() -> None:
             assert there.exists(), f"{path.name}: {target}"
             if anchor:
                 headings = re.findall(r"^#+ (.+)$", there.read_text(encoding="utf-8"), re.MULTILINE)
-                assert anchor[1:] in {heading.lower().replace(" ", "-") for heading in headings}, anchor
+                assert anchor[1:] in {
+                    re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
+                }, anchor
 
 
 def test_protocol_page_names_every_message() -> None:

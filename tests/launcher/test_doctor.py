@@ -11,7 +11,7 @@ import uvloop
 
 from launcher.doctor import collect, rules, vllm
 from launcher.doctor.causes import CAUSES
-from launcher.doctor.snapshot import ProcessMetrics, Reading, Snapshot, readings
+from launcher.doctor.snapshot import ProcessMetrics, Sample, Snapshot, readings
 from proto.messages import Role
 from proto.status import AutopilotStatus, ClassStatus, StatusReport, TenantStatus, WorkerStatus
 
@@ -27,12 +27,12 @@ def _worker(name: str, used: int = 10) -> WorkerStatus:
 WORKERS = tuple(_worker(name) for name in ("decode-0", "decode-1", "prefill-0", "prefill-1"))
 
 
-def _readings(*rows: tuple[float, float, str]) -> list[Reading]:
+def _readings(*rows: tuple[float, float, str]) -> list[Sample]:
     """Rows of (now, grew, labels as "key=value")."""
-    return [Reading(dict(part.split("=") for part in labels.split()), now, grew) for now, grew, labels in rows]
+    return [Sample(dict(part.split("=") for part in labels.split()), now, grew) for now, grew, labels in rows]
 
 
-def _process(name: str, **series: list[Reading]) -> ProcessMetrics:
+def _process(name: str, **series: list[Sample]) -> ProcessMetrics:
     usual = {
         "process_max_fds": _readings((20_000, 0, "")),
         "process_open_fds": _readings((40, 0, "")),
@@ -59,7 +59,7 @@ def _busy(name: str, step_ms: float = 10.0, size: float = 8.0, steps: int = 100)
     return _process(name, **series)
 
 
-def _core(**series: list[Reading]) -> ProcessMetrics:
+def _core(**series: list[Sample]) -> ProcessMetrics:
     usual = {"requests_admitted_total": _readings((100, 10, ""))}
     return _process("coordinator", **{CORE + name: rows for name, rows in (usual | series).items()})
 
@@ -87,7 +87,7 @@ def _both(role: str, step_ms: float = 10.0, steps: int = 100) -> list[ProcessMet
     return [_busy(f"{role}-{number}", step_ms, steps=steps) for number in (0, 1)]
 
 
-def _gateway(**series: list[Reading]) -> Snapshot:
+def _gateway(**series: list[Sample]) -> Snapshot:
     return _sick(_process("gateway-0", **series))
 
 
@@ -238,7 +238,7 @@ def test_silent_stopped_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert (found.cause, found.where) == ("throttled_cpu", "decode-0") and "90%" in found.evidence[0]
 
 
-def _vllm(**series: list[Reading]) -> list[str]:
+def _vllm(**series: list[Sample]) -> list[str]:
     named = {f"vllm:{name}": rows for name, rows in series.items()}
     return [one.cause for one in vllm.diagnose(ProcessMetrics("http://h:8000", named))]
 

@@ -120,18 +120,7 @@ def test_direct_instances_ignore_environment(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_vllm_names_are_understood() -> None:
     """Options that users of vLLM type have vLLM's names, too, and processes get our own."""
-    words = [
-        "--role",
-        "decode",
-        "--model",
-        "m",
-        "--max-num-seqs",
-        "7",
-        "--served-model-name",
-        "small",
-        "--max-model-len",
-        "99",
-    ]
+    words = ["--role", "decode", "--model", "m", "--max-num-seqs", "7", "--max-model-len", "99"]
     settings = parse(WorkerSettings, words)
     assert (settings.max_seqs, settings.max_model_len) == (7, 99)
     assert vars(parse(EveryServeOption, words[4:]))["max_seqs"] == 7

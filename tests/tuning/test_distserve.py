@@ -40,7 +40,7 @@ OPTIONS = RunOptions(
         queue_requests_max=10**6, queue_wait_s_max=1e6, step_ms=0, priority_classes={"standard": PriorityClass()}
     )
 )  # that system refuses nothing
-FITTED = (23.4, 0.0633, 26.4, 0.65, 3830.0, 9280.0)  # what `fit` gives, to three digits
+FITTED = (23.4, 0.0633, 25.9, 0.619, 4060.0, 9280.0)  # a descent as that of `fit`, on the fitted rates alone
 
 pytestmark = pytest.mark.skipif(not FILE.is_file(), reason=f"needs {FILE}; set CROSSDOCK_DATA")
 

@@ -125,6 +125,7 @@ def test_shared_cores_limit_worker_count() -> None:
 
 MEMORY = GPU.replaced(decode_capacity=msgspec.structs.replace(GPU.decode_capacity, kv_blocks=220))
 LINK = GPU.replaced(transfer=msgspec.structs.replace(GPU.transfer, bytes_per_ms=2e5, latency_ms=30.0))
+FAR = GPU.replaced(transfer=msgspec.structs.replace(GPU.transfer, latency_ms=300.0))
 CROWDED = GPU.replaced(prefill_cores=1, decode_cores=1)
 
 
@@ -133,7 +134,8 @@ CROWDED = GPU.replaced(prefill_cores=1, decode_cores=1)
     [
         ("prefill compute", GPU, Workers(1, 1), RunOptions(), traffic(5.0, 2500, 20, 200), Slo(1500, 200)),
         ("decode compute", GPU, Workers(1, 1), RunOptions(), traffic(3.0, 100, 300, 200), Slo(3000, 14)),
-        ("sequences", GPU, Workers(1, 1), RunOptions(seqs_max=4), traffic(1.5, 100, 400, 200), Slo(1500, 80)),
+        # A place is held from the choice of workers to the last token: of that, each resource takes only a part.
+        ("sequences", FAR, Workers(1, 1), RunOptions(seqs_max=4), traffic(9.0, 500, 30, 150), Slo(1500, 80)),
         ("decode memory", MEMORY, Workers(1, 1), RunOptions(), traffic(1.2, 600, 300, 200), Slo(1500, 80)),
         ("transfer", LINK, Workers(2, 1), RunOptions(), traffic(1.0, 500, 3, 200), Slo(5000, 100)),
         # Prompts and streams are both late: faster steps of one phase alone would not do.

@@ -31,11 +31,13 @@ def up(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[L
             yield cluster, there
 
 
-def ask(up: Live, trace_id: str, tokens: int = 8, sampled: bool = True) -> tuple[float, dict[str, str]]:
+def ask(
+    up: Live, trace_id: str, tokens: int = 8, sampled: bool = True, prompt_tokens: int = PROMPT_TOKENS
+) -> tuple[float, dict[str, str]]:
     """Returns the seconds until the client had its first token, and the answer's headers."""
     connection = http.client.HTTPConnection(urlsplit(up.base_url).netloc, timeout=120)
     connection.connect()
-    prompt = [(7 * int(trace_id, 16) + n) % 90 + 5 for n in range(PROMPT_TOKENS)]
+    prompt = [(7 * int(trace_id, 16) + n) % 90 + 5 for n in range(prompt_tokens)]
     body = {"model": up.model_id, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
     traceparent = f"00-{trace_id}-00f067aa0ba902b7-0{int(sampled)}"
     started = time.monotonic()
@@ -85,8 +87,7 @@ def test_parts_sum_to_clients_ttft(up: tuple[Live, Collector]) -> None:
         (prefill,) = (part for part in parts if part.name == "prefill")
         chunks = [span for span in spans if span.parent_span_id == prefill.span_id]
         assert sum(attributes(chunk)["crossdock.tokens"] for chunk in chunks) == PROMPT_TOKENS
-        covered = sum(seconds(part) for part in parts if part.name not in ("kv_transfer", "decode_wait"))
-        assert covered <= seconds(root) + 1e-5
+        assert all(part.end_time_unix_nano <= root.end_time_unix_nano for part in parts)
         assert headers["x-crossdock-wait"].startswith("own_queue=")
         errors.append((client_s - ttft_s) / max(0.001, 0.01 * client_s))
     assert statistics.median(errors) <= 1, "within 1 ms or 1 %"
@@ -95,7 +96,7 @@ def test_parts_sum_to_clients_ttft(up: tuple[Live, Collector]) -> None:
 def test_resumed_request_is_always_traced(up: tuple[Live, Collector]) -> None:
     """A request whose decode worker is killed is traced with both attempts and the pause between, though not sampled."""
     cluster, trace_id = up[0], f"{0xABC:032x}"
-    stream = threading.Thread(target=ask, args=(cluster, trace_id, 600, False))
+    stream = threading.Thread(target=ask, args=(cluster, trace_id, 480, False, 20))
     stream.start()
     cluster.wait_for("it decodes", lambda: cluster.status().running.get("decoding", 0) > 0)
     cluster.one("decode_worker").send_signal(signal.SIGKILL)

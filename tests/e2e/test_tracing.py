@@ -67,7 +67,7 @@ def root_of(spans: list[Any]) -> Any:
 def parts_of(spans: list[Any]) -> list[Any]:
     root = root_of(spans)
     found = [span for span in spans if span.parent_span_id == root.span_id]
-    return sorted(found, key=lambda span: span.start_time_unix_nano)
+    return sorted(found, key=lambda span: (span.start_time_unix_nano, span.end_time_unix_nano))
 
 
 def test_parts_sum_to_clients_ttft(up: tuple[Live, Collector]) -> None:

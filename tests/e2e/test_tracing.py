@@ -53,6 +53,18 @@ def ask(
     return ttft_s, dict(answer.headers)
 
 
+def round_trip_s(up: Live) -> float:
+    """The seconds of a request that needs no work: on a busy machine mostly the time until each end gets a core."""
+    connection = http.client.HTTPConnection(urlsplit(up.base_url).netloc, timeout=120)
+    connection.connect()
+    started = time.monotonic()
+    connection.request("GET", "/health")
+    connection.getresponse().read()
+    taken_s = time.monotonic() - started
+    connection.close()
+    return taken_s
+
+
 def trace(up: tuple[Live, Collector], trace_id: str) -> list[Any]:
     cluster, there = up
     cluster.wait_for(f"trace {trace_id}", lambda: trace_id in there.traces(), 20.0)
@@ -71,12 +83,13 @@ def parts_of(spans: list[Any]) -> list[Any]:
 
 
 def test_parts_sum_to_clients_ttft(up: tuple[Live, Collector]) -> None:
-    """The parts until the first token sum to the trace's TTFT, and that is what the client measured."""
+    """The parts until the first token sum to the trace's TTFT, and that is what the client measured, without the way there and
+    back."""
     ids = [f"{number:032x}" for number in range(1, REQUESTS + 1)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = list(pool.map(lambda one: ask(up[0], one), ids))
+        answers = list(pool.map(lambda one: (round_trip_s(up[0]), *ask(up[0], one)), ids))
     errors = []
-    for trace_id, (client_s, headers) in zip(ids, answers, strict=True):
+    for trace_id, (way_s, client_s, headers) in zip(ids, answers, strict=True):
         spans = trace(up, trace_id)
         root, parts = root_of(spans), parts_of(spans)
         about = attributes(root)
@@ -89,8 +102,8 @@ def test_parts_sum_to_clients_ttft(up: tuple[Live, Collector]) -> None:
         assert sum(attributes(chunk)["crossdock.tokens"] for chunk in chunks) == PROMPT_TOKENS
         assert all(part.end_time_unix_nano <= root.end_time_unix_nano for part in parts)
         assert headers["x-crossdock-wait"].startswith("own_queue=")
-        errors.append((client_s - ttft_s) / max(0.001, 0.01 * client_s))
-    assert statistics.median(errors) <= 1, "within 1 ms or 1 %"
+        errors.append((client_s - ttft_s - way_s) / max(0.001, 0.01 * client_s))
+    assert statistics.median(errors) <= 1, f"within 1 ms or 1 %: {errors}"
 
 
 def test_resumed_request_is_always_traced(up: tuple[Live, Collector]) -> None:

@@ -94,7 +94,7 @@ def _parts(trace: Trace, attempt: TracedAttempt, times: AttemptTimes, over: floa
     def at(ms: float, latest: float) -> float:
         return min(start + ms / 1000, latest) if ms else latest
 
-    began = at(times.chunks[0].sent_ms if times.chunks else 0.0, seen)
+    began = min(start + times.chunks[0].sent_ms / 1000, seen) if times.chunks else seen  # 0 ms: as it came
     waits = {f"crossdock.wait.{name}_ms": getattr(times.waits, name) for name in Waits.__struct_fields__}
     yield Span("queue", start, began, waits)
     if not times.chunks:
@@ -103,7 +103,7 @@ def _parts(trace: Trace, attempt: TracedAttempt, times: AttemptTimes, over: floa
     prefill = Span("prefill", began, computed, {"crossdock.worker": times.prefill})
     prefill.attributes["crossdock.cached_tokens"] = times.cached_tokens
     for chunk in times.chunks:
-        sent = at(chunk.sent_ms, computed)
+        sent = min(start + chunk.sent_ms / 1000, computed)
         tokens = {"crossdock.start": chunk.start, "crossdock.tokens": chunk.length}
         prefill.children.append(Span("prefill.chunk", sent, max(at(chunk.done_ms, computed), sent), tokens))
     yield prefill

@@ -18,7 +18,6 @@ from coordinator.dashboard.site import AdminKey, DashboardSite
 from coordinator.dashboard.snapshot import EVENTS_KEPT, TENANTS_SHOWN, WORKERS_SHOWN, RecentEvents, snapshot
 from coordinator.events import PeerUp, StateChanged
 from coordinator.main import Coordinator
-from runtime.process import log
 from coordinator.reporting.metrics import RecentTimes
 from proto.drain import DrainRequest
 from proto.messages import Message, Role
@@ -26,6 +25,7 @@ from proto.policy import PolicyAction, PolicyRequest
 from runtime.metrics import http as metrics_http
 from runtime.metrics.registry import MetricsRegistry
 from runtime.metrics.server import MetricsServer
+from runtime.process import log
 from runtime.process.exits import ConfigError
 from runtime.settings.roles import CoordinatorSettings
 from scheduler.lifecycle import RequestState

@@ -49,7 +49,7 @@ _OVERLOAD = (Reject.QUEUE_FULL, Reject.SHED, Reject.EXPIRED, Reject.DEADLINE)
 
 
 def because(reason: Reject, path: tuple[str, ...], queue: WaitQueue | None, waits: Waits) -> WaitReason | None:
-    """What a rejected request waited for most, or what it would have waited for if it is rejected at once."""
+    """Returns what a rejected request waited for most, or what it would have waited for if it is rejected at once."""
     if reason is Reject.QUOTA:
         return WaitReason.QUOTA
     if reason in _NO_WORKER:

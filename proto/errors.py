@@ -61,7 +61,7 @@ class Reject(_Growing):
 
 
 class WaitReason(_Growing):
-    """What a request waited for, or why it was rejected, in the words of `x-crossdock-wait`."""
+    """The reason why a request waited or was rejected, in the words of `x-crossdock-wait`."""
 
     OWN_QUEUE = "own_queue"  # other requests of its own tenant
     OTHER_TENANTS = "other_tenants"

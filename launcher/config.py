@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,15 @@ def show(settings: ConfigShowSettings) -> int:
     if settings.as_json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(rows), indent=2).decode() + "\n")
         return 0
+    listed(rows).show(tables.console(highlight=False))
+    return 0
+
+
+def listed(rows: Iterable[Mapping[str, Any]]) -> tables.Table:
     table = tables.Table("", "option", tables.words("value"), tables.words("source"))
     for row in rows:
         table.row(row["option"], str(row["value"]), row["source"])
-    table.show(tables.console(highlight=False))
-    return 0
+    return table
 
 
 def _rows(cls: type[Options], flags: Mapping[str, Any], config: str = "") -> list[dict[str, Any]]:

@@ -225,8 +225,7 @@ class CoordinatorMetrics:
         self._read_faults(registry)
 
     def begin_anew(self, core: State, shown: StatusReport) -> None:
-        """Go on with a new core after the process was away. `shown`: the last status of the core before. Counters never go
-        back."""
+        """Go on with a new core after the process was away. `shown`: the last status before. Counters never go back."""
         self.registry.carry_over()
         self.earlier = shown.counters, shown.finished
         self._core = core

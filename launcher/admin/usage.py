@@ -20,7 +20,7 @@ from launcher.local import registry
 from proto.errors import CrossdockError
 from runtime.settings.options import SettingsError
 from runtime.settings.types import JsonOption
-from runtime.tenancy import file as tenants_file
+from runtime.tenancy import file
 from runtime.tenancy.tenants import Tenants, TenantsError
 
 _BUSY_TIMEOUT_S = 5.0
@@ -115,7 +115,7 @@ def add_limits(entries: Sequence[dict[str, Any]], tenants: Tenants, today: str) 
 def run(settings: UsageSettings) -> int:
     """Raises `NoLedger` or `SettingsError`."""
     try:
-        tenants = tenants_file.read(Path(settings.tenants).expanduser()) if settings.tenants else None
+        tenants = file.read(Path(settings.tenants).expanduser()) if settings.tenants else None
     except TenantsError as error:
         raise SettingsError("\n".join(f"--tenants: {line}" for line in str(error).splitlines())) from None
     # An organisation's other users take from its limits, too.

@@ -85,8 +85,6 @@ def build(settings: ServeSettings, model: ReadyModel, ports: ReservedPorts) -> L
         )
         for index, port in enumerate(http)
     ]
-    if fronts[0].tls_client_ca:
-        raise SettingsError("--tls-client-ca: crossdock serve asks its gateway without a certificate; use crossdock up")
     # API keys are passed in the environment, because ps shows flags.
     api_keys = {ENV_PREFIX + "API_KEYS": ",".join(settings.api_keys or [key])} if key else {}
     control = child_environment(1)
@@ -104,16 +102,19 @@ def build(settings: ServeSettings, model: ReadyModel, ports: ReservedPorts) -> L
             processes.append(worker_spec(role, index, seat, settings, of_workers | observed, plan.control))
     if settings.autopilot != "off":
         processes.append(_autopilot_spec(settings, common | {"coordinator": coordinator, "model_id": model.model_id}))
-    client_host = _EVERY_INTERFACE.get(settings.host, settings.host)
-    shown_host = f"[{client_host}]" if ":" in client_host else client_host
-    scheme = "https" if fronts[0].tls_certificate else "http"
-    urls = tuple(f"{scheme}://{shown_host}:{port}" for port in http)
     notes = [plan.note] if plan.note else []
     if settings.port not in (0, http[0]):
         notes.append(f"port {settings.port} is taken by another program; serving on {http[0]} (--port chooses one)")
-    return LocalAddresses(
-        urls, coordinator, plan, tuple(processes), key, metrics[-1], tuple(notes), fronts[0].tls_certificate
-    )
+    if fronts[0].tls_client_ca:
+        raise SettingsError("--tls-client-ca: crossdock serve asks its gateway without a certificate; use crossdock up")
+    urls, certificate = tuple(_base_url(one) for one in fronts), fronts[0].tls_certificate
+    return LocalAddresses(urls, coordinator, plan, tuple(processes), key, metrics[-1], tuple(notes), certificate)
+
+
+def _base_url(gateway: GatewaySettings) -> str:
+    client_host = _EVERY_INTERFACE.get(gateway.host, gateway.host)
+    shown_host = f"[{client_host}]" if ":" in client_host else client_host
+    return f"{'https' if gateway.tls_certificate else 'http'}://{shown_host}:{gateway.port}"
 
 
 def _gpu_share(settings: ServeSettings, shared: dict[str, str]) -> dict[str, str]:

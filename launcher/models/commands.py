@@ -32,11 +32,15 @@ def pull(settings: PullSettings) -> int:
     return 0
 
 
+def listed() -> tables.Table:
+    return tables.Table("", "model", "MB", tables.Column("folder", right=False))
+
+
 def show_list(_settings: ListModelsSettings) -> int:
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
-    table = tables.Table("", "model", "MB", tables.Column("folder", right=False))
+    table = listed()
     embedded = resolve.cache_folder() / resolve.FINISHED_NAME
     if embedded.is_dir():
         size = sum(path.stat().st_size for path in embedded.rglob("*") if path.is_file())

@@ -8,6 +8,7 @@ from launcher.bench import ratio as bench_ratio
 from launcher.cluster.plan import PlannedProcess
 from launcher.load.figures import LoadSlo, figures
 from launcher.load.records import RequestRecord
+from launcher.tables import Table
 from proto.messages import Role
 from proto.policy import ArmStatus, PolicyAnswer, PolicyVersion
 from proto.status import PairStatus, StatusReport, WorkerStatus
@@ -168,3 +169,13 @@ CHECKED: dict[str, Any] = {
     "attainment": {"predicted": 0.9, "low": 0.8, "high": 1.0, "measured": 0.95, "error": 5.0, "covered": True},
     "goodput_per_s": {"predicted": 123.4, "low": 111.1, "high": 234.5, "measured": 123.5, "error": 5.0, "covered": True},
 }  # fmt: skip
+
+OPTIONS = [
+    {"option": "--heartbeat-ms", "value": 1_000, "source": "default"},
+    {"option": "--otlp-endpoint", "value": "http://collector.example:4318", "source": "environment"},
+]
+
+
+def model_table(table: Table) -> Table:
+    table.row("HuggingFaceTB/SmolLM2-135M-Instruct@main", "538", "/models/smollm2")
+    return table

@@ -64,7 +64,8 @@ def test_request_story_is_in_plain_words(tmp_path: Path, capsys: pytest.CaptureF
         "+0.700 s  prompt computed; the last of its KV is on its way",
         "KV handed over in 3 ms; decoding",
         "+0.800 s  finished",
-        "Its first prefill chunk started after 0.500 s; it was passed over 2 times: 1 × another tenant's turn,"
+        "Its first prefill chunk started after 0.500 s; it waited for own queue 0.333 s, other tenants 0.167 s; it was"
+        " passed over 2 times: 1 × another tenant's turn,"
         " 1 × another request of the same tenant.",
     ):
         assert line in text, text

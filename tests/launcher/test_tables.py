@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from launcher import tables
+from launcher import config, tables
 from launcher.admin import explain_words, policy, status, tenants, usage
 from launcher.bench import agents as bench_agents
 from launcher.bench import compare as bench_compare
@@ -20,6 +20,7 @@ from launcher.bench import isolation as bench_isolation
 from launcher.bench import ratio as bench_ratio
 from launcher.cluster import check as cluster_check
 from launcher.load import show as load_show
+from launcher.models import commands as model_commands
 from launcher.simulate import load as simulate_load
 from launcher.tables import Table
 from launcher.tuning import check as tune_check
@@ -36,6 +37,8 @@ SHOWN: dict[str, Callable[[Console], Any]] = {
     "bench.continuity": lambda c: bench_continuity.show(shown.CONTINUITY, c),
     "bench.ratio": lambda c: bench_ratio.show(shown.RATIOS, c),
     "bench.isolation": lambda c: bench_isolation.show_isolation(shown.ISOLATION, c),
+    "config": lambda c: config.listed(shown.OPTIONS).show(c),
+    "models.commands": lambda c: shown.model_table(model_commands.listed()).show(c),
     "cluster.check": lambda c: cluster_check._table("node-0 (10.0.0.1)", shown.PLANNED).show(c),
     "admin.explain_words": lambda c: (
         explain_words.show_longest(shown.WAITED, 1234, c),

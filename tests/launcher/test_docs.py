@@ -199,6 +199,7 @@ def test_options_in_prose_exist() -> None:
             "--session-share",
             "--phase-s",
             "--decode-heavy",
+            "--quantization",  # of vLLM
             "--router-mode",  # of Dynamo, as is the next
             "--is-prefill-worker",
         }

@@ -170,7 +170,7 @@ CHECKED: dict[str, Any] = {
     "goodput_per_s": {"predicted": 123.4, "low": 111.1, "high": 234.5, "measured": 123.5, "error": 5.0, "covered": True},
 }  # fmt: skip
 
-OPTIONS = [
+OPTIONS: list[dict[str, Any]] = [
     {"option": "--heartbeat-ms", "value": 1_000, "source": "default"},
     {"option": "--otlp-endpoint", "value": "http://collector.example:4318", "source": "environment"},
 ]

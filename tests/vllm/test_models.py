@@ -27,7 +27,7 @@ WIDE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-MLA = {
+MLA: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 64, "q_lora_rank": None,
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,

@@ -107,7 +107,7 @@ SAYS = {
     "crossdock status --json": '"workers"',
     "crossdock tenants key": "sk-",
     "crossdock tenants check": "acme/ann",
-    "crossdock usage --tenant": "[",
+    "crossdock usage --tenant ": "[",
     "crossdock usage --since": "default",
     "crossdock keys new": "Wrote to",
     "crossdock cluster check": "beta",

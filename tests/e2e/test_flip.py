@@ -1,12 +1,12 @@
 """Workers change their roles under load: no request fails, no token changes, and what was cached is still there."""
 
+import json
 import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import httpx
@@ -20,6 +20,8 @@ from tests.e2e.balancer import Load
 from tests.e2e.parts import ROOT, parts
 from tests.e2e.test_rolling import Twins, come, load
 from tuning.profile import Curve, DecodeCost, PrefillCost, Profile, ProfileCapacity, encoded
+
+STREAMED = {"stream": True, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
@@ -85,42 +87,38 @@ def test_mixed_role_change_keeps_streams(up: Twins) -> None:
 def test_stream_resumes_with_kept_kv(up: Twins, role: str) -> None:
     """The worker computes no more than the last tokens of it again."""
     prompt, tokens, block = [200 + len(role), *range(60, 90)], 470, up.block_tokens()
-    with ThreadPoolExecutor(1) as pool:
-        ask = partial(pool.submit, up.complete, prompt, tokens, return_token_ids=True, ignore_eos=True)
-        answer, worker = ask(), ""  # type: ignore[call-arg]
-
-        def streams() -> bool:
-            """It takes half a second, and is sent again where nobody saw it."""
-            nonlocal answer, worker
-            answer = ask() if answer.done() else answer  # type: ignore[call-arg]
-            report = up.status()
-            names = [one.name for one in report.workers if one.role is Role.DECODE and one.requests and one.steps]
-            worker = names[0] if names else ""
-            return len(names) == 1 and report.running.get("decoding") == 1
-
-        up.wait_for("it streams", streams)
-        up.wait_for("it has come some way", lambda: context_tokens(up, worker) > len(prompt) + 2 * block)
-        request = FlipRequest(worker, Role(role), 0.0)
-        assert not uvloop.run(converse(up.coordinator, request, FlipAnswer, 5_000)).refusal
+    body = {"model": up.model_id, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    moved: list[int] = []
+    worker = ""
+    with httpx.stream(
+        "POST", f"{up.base_url}/v1/completions", json=body | STREAMED, timeout=60.0, trust_env=False
+    ) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                moved += (json.loads(line[len("data: ") :])["choices"] or [{}])[0].get("token_ids", ())
+            if not worker and len(moved) > 2 * block:
+                (worker,) = (one.name for one in up.status().workers if one.role is Role.DECODE and one.requests)
+                request = FlipRequest(worker, Role(role), 0.0)
+                assert not uvloop.run(converse(up.coordinator, request, FlipAnswer, 5_000)).refusal
+    try:
         up.wait_for("its first step", lambda: up.status().flips[-1].first_step_ms > 0.0)
-        found = up.scrape(f"{worker}-prefill" if role == "mixed" else worker)
-        sums = {
-            what: sum(value for (name, labels), value in found.items() if name == f"crossdock_prefix_cache_{what}_tokens_total"
-                      and ("role", "decode") not in labels)
-            for what in ("queried", "hit")
-        }  # fmt: skip
+        sums = prefix_tokens(up, f"{worker}-prefill" if role == "mixed" else worker)
         assert sums["queried"] > len(prompt) + block, "it prefills what it had, with some of the answer"
         assert sums["queried"] - sums["hit"] <= block + 1, sums
-        moved = answer.result(60)["choices"][0]["token_ids"]
-    assert flip(up, worker, "decode").returncode == 0
+    finally:
+        assert flip(up, worker, "decode").returncode == 0
     up.wait_idle()
     assert moved == up.token_ids(prompt, tokens, ignore_eos=True)
 
 
-def context_tokens(up: Twins, worker: str) -> float:
-    """Of the streams of a decode worker."""
-    found = up.scrape(worker)
-    return sum(value for (name, _), value in found.items() if name == "crossdock_decode_batch_tokens")
+def prefix_tokens(up: Twins, worker: str) -> Counter[str]:
+    """Tokens that it has looked up in its prefix cache to prefill them, and found, since it took its role."""
+    sums = Counter[str]()
+    for (name, labels), value in up.scrape(worker).items():
+        for what in ("queried", "hit"):
+            if name == f"crossdock_prefix_cache_{what}_tokens_total" and ("role", "decode") not in labels:
+                sums[what] += int(value)
+    return sums
 
 
 def order(up: Twins, worker: str, *, undo: bool = False) -> None:

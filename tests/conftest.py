@@ -2,9 +2,13 @@
 
 import os
 import signal
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -24,6 +28,18 @@ def pytest_configure() -> None:
     """A shell starts what runs in its background with SIGINT ignored, and children inherit that: no Ctrl-C would reach them."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def _loggers_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process's main part that a test runs here sets up the log for good; the next test must be able to capture it."""
+    monkeypatch.setattr(structlog, "configure", partial(_configure_uncached, structlog.configure))
+    yield
+    structlog.reset_defaults()
+
+
+def _configure_uncached(configure: Callable[..., None], **options: Any) -> None:
+    configure(**options | {"cache_logger_on_first_use": False})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

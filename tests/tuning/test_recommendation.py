@@ -174,7 +174,7 @@ def test_mixed_workers_need_a_core() -> None:
     assert space.has_cores_for(Workers(0, 0, 2)) and not space.has_cores_for(Workers(0, 0, 3))
 
 
-@pytest.mark.parametrize("seed", [*0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 30))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 30))])
 def test_overload_recommends_the_strongest_ratio(seed: int) -> None:
     """Under overload no ratio keeps the SLO up to a load that is more than 5 % above that of the recommended one."""
     rng = np.random.default_rng(seed)

@@ -138,7 +138,8 @@ def test_killed_gateway_reruns_unfinished_lines(tmp_path: Path) -> None:
         batch = await desk.ended(batch_id)
         assert batch["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
         assert ids(await desk.lines_of(batch["output_file_id"])) == [f"r{number}" for number in range(40)]
-        assert len(desk.site.cluster.submits) - submitted == 40 - done
+        # A write that was under way at the kill may have landed after `done` was read.
+        assert len(desk.site.cluster.submits) - submitted <= 40 - done
 
     on_desk(body, tmp_path / DB)
 

@@ -24,7 +24,19 @@ from gateway.text.block_hashes import BlockNames
 from proto.codec import pack_tokens
 from proto.errors import RemoteProtocolError
 from proto.limits import PROTOCOL_VERSION
-from proto.messages import Accepted, ClusterState, Hello, Interrupted, Message, Rejected, Role, Submit, Tokens
+from proto.messages import (
+    Accepted,
+    AttemptTimes,
+    ClusterState,
+    Hello,
+    Interrupted,
+    Message,
+    Rejected,
+    Role,
+    Submit,
+    Tokens,
+    WaitReport,
+)
 from proto.progress import EndSession
 from tests.world.faults.plan import Asked
 from tests.world.faults.surroundings import FaultSurroundings
@@ -176,7 +188,7 @@ class SimulatedGateway(SimulatedProcess):
         match message:
             case Accepted() | Rejected() | Interrupted():
                 self.post(message)
-            case ClusterState():
+            case ClusterState() | WaitReport() | AttemptTimes():
                 pass
             case _:
                 raise RemoteProtocolError(f"a coordinator may not send {type(message).__name__} to a gateway")

@@ -148,6 +148,7 @@ def through(model: Path, home: Path, count: int, kills: int, restarts: int) -> N
         trial.up.stop()
 
 
+@pytest.mark.long
 def test_batch_results_survive_kills(tiny: Path, tmp_path: Path) -> None:
     """Each request of a batch job gets one result through kills and a restart."""
     through(tiny, tmp_path, 40, 2, 1)

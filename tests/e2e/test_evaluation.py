@@ -16,7 +16,7 @@ from tests.e2e.live import Live, live
 from tests.e2e.test_default_model import PROMPTS
 
 pytestmark = pytest.mark.timeout(900)  # the model may have to be fetched and converted first
-ITEMS = 50
+ITEMS = 25
 
 
 @pytest.fixture(scope="module")

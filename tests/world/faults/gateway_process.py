@@ -17,6 +17,7 @@ from gateway.streams.types import (
     SendSubmit,
     Tick,
     TokensReceived,
+    Why,
     Work,
     WorkerDown,
 )
@@ -171,6 +172,8 @@ class SimulatedGateway(SimulatedProcess):
                         worker.send(names)
                 case Noticed(why, request_id, detail):
                     self.log(f"{why} {detail}", request_id)
+                    if why is Why.BROKEN_STREAM:
+                        oracles.broke(request_id, self.now())
                 case Admitted(stream_id):
                     oracles.admitted(stream_id)
 

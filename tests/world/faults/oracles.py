@@ -53,6 +53,8 @@ class Expectation:
     no_tries: int = 0
     """Attempts that a drain, or another tenant's share, cut short."""
     steadied: int = 0  # interruptions after which it begins to count its tries anew, since it had gone well for long
+    interrupted_at: float = 0.0
+    """When one of its attempts was cut short last."""
     losses: int = 0
     """Losses of its gateway's link: requests that were on their way are sent again under another attempt number."""
 
@@ -158,7 +160,8 @@ class Oracles:
         if isinstance(event, LinkDown):
             self._backoff.clear()  # retries after this are not due to backoff
             for stream in self.streams.values():
-                stream.losses += stream.gateway == gateway.name
+                if stream.gateway == gateway.name:
+                    stream.losses, stream.interrupted_at = stream.losses + 1, gateway.now()
             return
         submission = keeper.submissions.get(event.request_id)
         if (
@@ -170,7 +173,14 @@ class Oracles:
             drained, stream = event.reason is Interrupt.DRAINED, self.streams[stream_of(event.request_id)]
             stream.no_tries += drained or event.reason is Interrupt.PREEMPTED
             stream.steadied += 0.0 < submission.interrupted_at <= gateway.now() - self.plan.stream_limits.steady_s
+            stream.interrupted_at = gateway.now()
             self._backoff[event.request_id] = event.attempt, gateway.now(), drained
+
+    def broke(self, stream_id: str, now: float) -> None:
+        """The gateway gave an attempt up by itself, since it had heard nothing of it."""
+        stream = self.streams[stream_id]
+        stream.steadied += 0.0 < stream.interrupted_at <= now - self.plan.stream_limits.steady_s
+        stream.interrupted_at = now
 
     def submitted(self, submit: Submit, gateway: SimulatedProcess) -> None:
         stream = self.streams[stream_of(submit.request_id)]

@@ -176,9 +176,9 @@ class Oracles:
             stream.interrupted_at = gateway.now()
             self._backoff[event.request_id] = event.attempt, gateway.now(), drained
 
-    def broke(self, stream_id: str, now: float) -> None:
+    def broke(self, request_id: str, now: float) -> None:
         """The gateway gave an attempt up by itself, since it had heard nothing of it."""
-        stream = self.streams[stream_id]
+        stream = self.streams[stream_of(request_id)]
         stream.steadied += 0.0 < stream.interrupted_at <= now - self.plan.stream_limits.steady_s
         stream.interrupted_at = now
 

@@ -5,10 +5,11 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import aiohttp
 import msgspec
@@ -196,24 +197,29 @@ async def run_command(command: str) -> str:
     """Runs a command in a shell. Returns what went wrong, or nothing. A command that is still running when this call ends is
     killed with its process group; what it leaves running behind it stays."""
     with tempfile.TemporaryFile() as output:
-        process = await asyncio.create_subprocess_shell(
-            command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
+        process = _started(command, output)
         try:
             async with asyncio.timeout(COMMAND_S):
-                status = await process.wait()
+                status = await asyncio.to_thread(process.wait)
         except TimeoutError:
             return f"the command did not end within {COMMAND_S:.0f} s"
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+                process.wait(COMMAND_S)
         if not status:
             return ""
         output.seek(0)
         said = output.read().decode("utf-8", "replace").strip().splitlines()
         return f"the command ended with status {status}" + (f": {said[-1][:200]}" if said else "")
+
+
+def _started(command: str, output: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Not with asyncio: a call of that which is cancelled while it starts a process leaves the process running."""
+    return subprocess.Popen(
+        command, shell=True, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+    )
 
 
 def show(found: dict[str, Any], console: Console) -> None:

@@ -42,7 +42,7 @@ class Secured:
     tokens: str
     kv: str
 
-    def ask(self, key: str = KEY, **body: object) -> httpx.Response:
+    def ask(self, key: str = KEY, /, **body: object) -> httpx.Response:
         body = {"model": self.up.model_id, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, **body}
         headers = {"Authorization": f"Bearer {key}"}
         url = f"{self.up.base_url}/v1/completions"

@@ -152,6 +152,7 @@ ATTACKS: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The RSA key is 1024 bits")
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_bad_token_is_refused(tmp_path: Path, attack: str) -> None:
     """A token that was forged, or is for others, gets 401; the message says why, and repeats no part of the token."""

@@ -188,6 +188,7 @@ class GatewaySettings(JwtOptions, BatchOptions, ClientSettings):
         default_factory=list,
         description="Keys of the tenant 'default', separated by commas. Without any, here or in the tenants file, everyone is"
         " let in. Flags are visible in ps: prefer the environment or the file.",
+        json_schema_extra={"aliases": ["--api-key"]},
     )
     tenants: str = Field(
         "",

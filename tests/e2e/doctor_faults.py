@@ -282,7 +282,8 @@ def save(name: str, seen: Snapshot) -> None:
         msgspec.structs.replace(one, series={n: r for n, r in one.series.items() if n.startswith(tuple(READ))})
         for one in seen.processes
     ]
-    report = msgspec.structs.replace(seen.report, traffic=())
+    traffic = seen.report.traffic if name == "cold_cache" else ()
+    report = msgspec.structs.replace(seen.report, traffic=traffic)
     found = msgspec.structs.replace(seen, processes=tuple(kept), report=report)
     SAVED.mkdir(exist_ok=True)
     (SAVED / f"{name}.json").write_bytes(msgspec.json.encode(found) + b"\n")

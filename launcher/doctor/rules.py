@@ -77,12 +77,19 @@ def slow_worker(seen: Snapshot) -> Findings:
                 yield Finding("slow_worker", worker.name, "likely", (took, had))
 
 
+STEPS_FAILED_MIN: Final = 2
+
+
 def failing_worker(seen: Snapshot) -> Findings:
     failures = seen.coordinator.grew_by(CORE + "work_failed_total", "reason")
     failed = tuple(f"{count:.0f} attempts failed: {reason}" for reason, count in failures.items() if count)
-    for words in seen.report.circuit_open:
-        if " → " not in words:
-            yield Finding("failing_worker", words.partition(":")[0], "certain", (words, *failed))
+    left_out = {words.partition(":")[0]: words for words in seen.report.circuit_open if " → " not in words}
+    for name, words in left_out.items():
+        yield Finding("failing_worker", name, "certain", (words, *failed))
+    for one in seen.processes:
+        steps = sum(one.grew(f"crossdock_{role}_steps_failed_total") for role in ("prefill", "decode"))
+        if steps >= STEPS_FAILED_MIN and one.name not in left_out:
+            yield Finding("failing_worker", one.name, "likely", (f"{steps:.0f} of its steps failed", *failed))
     for words in seen.restarts:
         yield Finding("restarting_process", words.partition(":")[0], "certain", (words,))
     missing = [role for role in ("prefill", "decode") if all(worker.role != role for worker in seen.report.workers)]
@@ -95,16 +102,24 @@ PAIR_FAILURES_SHARE: Final = 0.2  # of the hand-overs that began
 
 
 def broken_pair(seen: Snapshot) -> Findings:
+    """Where one pair of many breaks, most of a worker's hand-overs may go well with others: both ends are looked at."""
     said = [words for words in seen.report.circuit_open if " → " in words]
     for words in said:
         yield Finding("broken_pair", words.partition(":")[0], "certain", (words,))
+    ends, evidence = {"sent": "others", "received": "others"}, list[str]()
     for one in seen.processes if not said else ():
-        broke = one.grew("crossdock_kv_pairs_broken_total", direction="sent")
-        failed = one.grew("crossdock_kv_transfers_failed_total", direction="sent")
-        began = one.grew("crossdock_kv_transfers_total", direction="sent")
-        if broke and failed >= max(PAIR_FAILURES_MIN, PAIR_FAILURES_SHARE * began):
-            evidence = (f"{broke:.0f} connections broke", f"{failed:.0f} of {began:.0f} hand-overs failed")
-            yield Finding("broken_pair", f"{one.name} → others", "likely", evidence)
+        for direction in ends:
+            broke, failed, began = (
+                one.grew(f"crossdock_kv_{what}_total", direction=direction)
+                for what in ("pairs_broken", "transfers_failed", "transfers")
+            )
+            if broke and failed >= max(PAIR_FAILURES_MIN, PAIR_FAILURES_SHARE * began):
+                ends[direction] = one.name
+                evidence.append(
+                    f"{one.name}: {broke:.0f} connections broke, {failed:.0f} of {began:.0f} hand-overs failed"
+                )
+    if evidence:
+        yield Finding("broken_pair", f"{ends['sent']} → {ends['received']}", "likely", tuple(evidence))
 
 
 # --- room and ratio ---------------------------------------------------------------------------------------------------
@@ -174,6 +189,8 @@ LEASES_MIN: Final = 3
 
 
 def lost_sessions(seen: Snapshot) -> Findings:
+    if any(cold_cache(seen)):
+        return  # which explains it
     broken, found = (seen.coordinator.grew(CORE + "leases_total", outcome=kind) for kind in ("broken", "found"))
     if broken >= LEASES_MIN and broken > found:
         turns = f"{broken:.0f} later turns of sessions found no KV, {found:.0f} did"

@@ -33,7 +33,7 @@ SETTLE_S = 8.0  # until a fault has its effect
 FORGET_S = 12.0  # until shares of service have forgotten the load before
 START_S = 900.0
 READ = (
-    "process_ crossdock_kv_pairs_ crossdock_kv_transfers_ crossdock_prefill_step_ crossdock_decode_step_"
+    "process_ crossdock_kv_pairs_ crossdock_kv_transfers_ crossdock_prefill_step crossdock_decode_step"
     " crossdock_coordinator_requests_admitted crossdock_coordinator_prefill_steps crossdock_coordinator_decode_batches"
     " crossdock_coordinator_interruptions crossdock_coordinator_work_failed crossdock_coordinator_prompt_tokens"
     " crossdock_coordinator_leases crossdock_coordinator_tenant_over_quota"

@@ -3,6 +3,7 @@
 `doctor/NAME.json` is what a real cluster with that fault showed: see `tests/e2e/doctor_faults.py`.
 """
 
+from itertools import chain, repeat
 from pathlib import Path
 
 import msgspec
@@ -118,6 +119,11 @@ FAULTS: dict[str, tuple[str, str, Snapshot]] = {
     "slow worker with more sequences": ("slow_worker", "decode-1", _sick(_busy("decode-1", 60.0, size=16.0))),
     "slow prefill worker": ("slow_worker", "prefill-0", _sick(_busy("prefill-0", 60.0, steps=20))),
     "worker left out": ("failing_worker", "decode-1", _sick(circuit_open=("decode-1: 3 attempts failed in a row",))),
+    "worker fails at times": (
+        "failing_worker",
+        "decode-1",
+        _sick(_process("decode-1", crossdock_decode_steps_failed_total=_readings((3, 3, "")))),
+    ),
     "process restarts": ("restarting_process", "decode-1", _sick(restarts=("decode-1: 4 restarts in the last 10 min",))),
     "no decode worker": ("no_worker", "decode", _sick(workers=WORKERS[2:])),
     "pair left out": ("broken_pair", "prefill-0 → decode-1", _sick(circuit_open=("prefill-0 → decode-1: 3 transfers",))),
@@ -130,6 +136,24 @@ FAULTS: dict[str, tuple[str, str, Snapshot]] = {
                 crossdock_kv_pairs_broken_total=_readings((4, 4, "direction=sent")),
                 crossdock_kv_transfers_failed_total=_readings((5, 5, "direction=sent")),
             )
+        ),
+    ),
+    "one of several connections breaks": (
+        "broken_pair",
+        "others → decode-0",
+        _sick(
+            _process(
+                "prefill-0",
+                crossdock_kv_pairs_broken_total=_readings((4, 4, "direction=sent")),
+                crossdock_kv_transfers_failed_total=_readings((5, 5, "direction=sent")),
+                crossdock_kv_transfers_total=_readings((99, 99, "direction=sent")),
+            ),
+            _process(
+                "decode-0",
+                crossdock_kv_pairs_broken_total=_readings((4, 4, "direction=received")),
+                crossdock_kv_transfers_failed_total=_readings((5, 5, "direction=received")),
+                crossdock_kv_transfers_total=_readings((7, 7, "direction=received")),
+            ),
         ),
     ),
     "full decode KV": (
@@ -232,7 +256,7 @@ def test_counters_grow_from_restarts() -> None:
 
 def test_silent_stopped_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that its CPU limit stops too much to show metrics, and that is lost meanwhile, is still named."""
-    looks = iter([HEALTHY.report, msgspec.structs.replace(HEALTHY.report, workers=WORKERS[1:])])
+    looks = chain([HEALTHY.report], repeat(msgspec.structs.replace(HEALTHY.report, workers=WORKERS[1:])))
     periods = iter([(100, 10), (200, 100)])
 
     async def ask(*_: object) -> StatusReport:
@@ -249,6 +273,20 @@ def test_silent_stopped_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(collect, "_throttled", throttled)
     (found,) = rules.diagnose(uvloop.run(collect.cluster("tcp://127.0.0.1:1", None, 0.0)))
     assert (found.cause, found.where) == ("throttled_cpu", "decode-0") and "90%" in found.evidence[0]
+
+
+def test_waiting_is_that_of_most_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests of a tenant that waited are the median of several looks, so that one moment neither hides nor makes a
+    fault."""
+    waiting = iter([0, 0, 30, 20, 25, 0])
+
+    async def ask(*_: object) -> StatusReport:
+        tenants = (TenantStatus("acme", 0.5, next(waiting)), TenantStatus("lab", 0.5, 0))
+        return msgspec.structs.replace(HEALTHY.report, tenants=tenants)
+
+    monkeypatch.setattr(collect, "ask", ask)
+    seen = uvloop.run(collect.cluster("tcp://127.0.0.1:1", None, 0.0))
+    assert [(one.name, one.waiting) for one in seen.report.tenants] == [("acme", 20), ("lab", 0)]
 
 
 def _vllm(**series: list[Sample]) -> list[str]:

@@ -181,7 +181,7 @@ ABOUT: Final[Mapping[str, About]] = {
     "GET /ready": About(_STATE, "200 only while a request would be served.", answers.Ready, (503,)),
 }
 _SECURITY: Final = {
-    "key": {"type": "http", "scheme": "bearer", "description": "An API key of a tenant, where there are any, or a JSON Web Token."},
+    "key": {"type": "http", "scheme": "bearer", "description": "An API key of a tenant, or a JSON Web Token, if any."},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "As Anthropic's."},
 }
 

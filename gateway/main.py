@@ -43,6 +43,7 @@ from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import TenantsError, open_tenants
 
 if TYPE_CHECKING:
+    from gateway.jwt_tenants import JwtTenants
     from gateway.tracing.export import SpanExport
 
 _CLOSE_TIMEOUT_S = 5
@@ -144,7 +145,9 @@ class GatewayProcess:
             tenants = TenantsFile(self.settings.tenants) if self.settings.tenants else None
         except TenantsError as error:
             raise ConfigError(f"--tenants: {error}") from error
-        keys = KeyRing(tenants.tenants if tenants else open_tenants(), self.settings.api_keys)
+        in_force, with_tokens = tenants.tenants if tenants else open_tenants(), bool(self.settings.jwt_issuer)
+        keys = KeyRing(in_force, self.settings.api_keys, needed=with_tokens)
+        token_tenants = await _read_token_keys(self.settings) if with_tokens else None
         batches = await self._open_batches()
         coordinator, waiting = self._coordinator(address)
         gateway = Gateway(
@@ -155,6 +158,7 @@ class GatewayProcess:
                 body_bytes_max=self.settings.body_bytes_max, client_timeout_s=self.settings.client_timeout_ms / 1000
             ),
             keys=keys,
+            token_tenants=token_tenants,
             access_log=self.settings.access_log,
             cors_origins=self.settings.cors_origins,
             allowed_hosts=_own_names(self.settings),
@@ -172,6 +176,8 @@ class GatewayProcess:
         watching.append(watched(_say_warnings(models, self.log)))
         if tenants:
             watching.append(watched(tenants.watch(keys.replace)))
+        if token_tenants:
+            watching.append(watched(token_tenants.watch()))
         if batches:
             of_batches = BatchMetrics(self.metrics.registry)
             watching.append(watched(BatchRunner(gateway, batches, of_batches, self.settings.batch_lines_max).run()))
@@ -270,6 +276,17 @@ def _open_traces(settings: GatewaySettings, name: str) -> "SpanExport | None":
     except ImportError as error:
         raise ConfigError(f"--otlp-endpoint: needs the extra crossdock[tracing]: {error}") from error
     return SpanExport(endpoint, name)
+
+
+async def _read_token_keys(settings: GatewaySettings) -> "JwtTenants":
+    """Raises `ConfigError`."""
+    from gateway.jwt_tenants import JwtTenants  # few gateways need it
+    from gateway.jwt_tokens import TokenRules
+
+    rules = TokenRules(settings.jwt_issuer, settings.jwt_audience, settings.jwt_tenant_claim)
+    token_tenants = JwtTenants(settings.jwt_jwks, rules)
+    await token_tenants.start()
+    return token_tenants
 
 
 def _load_models(settings: GatewaySettings) -> list[ServedModel]:

@@ -1,7 +1,8 @@
 """Finds the tenant of a request by its key, and the priority class that the request may ask for.
 
-A key is looked up by its SHA-256 and never kept, shown or logged. If neither the tenants file nor `--api-keys` has a key,
-everyone is let in as the tenant `default`. The keys of `--api-keys` belong to that tenant too.
+A key is looked up by its SHA-256 and never kept, shown or logged. If neither the tenants file nor `--api-keys` has a key, and
+no tokens are taken (`gateway/jwt_tenants.py`), everyone is let in as the tenant `default`. The keys of `--api-keys` belong to
+that tenant too.
 """
 
 import hashlib
@@ -17,10 +18,10 @@ _TIERS: Final = {"priority": "interactive", "flex": "batch"}  # others select th
 
 
 class KeyRing:
-    def __init__(self, tenants: Tenants, api_keys: Sequence[str] = ()) -> None:
+    def __init__(self, tenants: Tenants, api_keys: Sequence[str] = (), needed: bool = False) -> None:
         self._secret = secrets.token_bytes(32)
         self._own = {hashlib.sha256(key.encode()).digest(): DEFAULT_TENANT for key in api_keys}
-        self.needed = False
+        self.needed = needed
         self.replace(tenants)
 
     def replace(self, tenants: Tenants) -> None:

@@ -63,6 +63,7 @@ TENANCY, SLOW, REACH = (
     "tests/gateway/test_slow_clients.py::",
     "tests/gateway/test_reach.py::",
 )
+JWT = "tests/gateway/test_jwt.py::"
 TLS = "tests/runtime/test_tls.py::"
 METRICS, TENANTS = "tests/runtime/test_metrics_server.py::", "tests/runtime/test_tenants_file.py::"
 TRACES = "tests/gateway/test_traces.py::"
@@ -73,6 +74,13 @@ HASHES, NOTIFY = "tests/coordinator/test_hash_key.py::", "tests/launcher/test_no
 CLEAR, CALLS = "tests/kvtransfer/test_encryption_options.py::", "tests/test_dangerous_calls.py::"
 
 BREAKS: Final[dict[str, Break]] = {
+    JWT + "test_bad_token_is_refused": Break(
+        "gateway/jwt_tokens.py", '"enforce_minimum_key_length": True', '"verify_signature": False'
+    ),
+    JWT + "test_unknown_keys_never_flood_the_issuer": Break(
+        "gateway/jwt_tenants.py", "clock.now() < self._read_at + UNKNOWN_KEY_S", "False"
+    ),
+    JWT + "test_tokens_and_keys_work_together": Break("gateway/jwt_tenants.py", "str(error), code", "token, code"),
     TRACES + "test_bad_traceparent_is_ignored": Break(
         "gateway/tracing/context.py",
         "_TRACEPARENT.fullmatch(values[0]) if len(values) == 1 else None",

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 PARAGRAPHS = {
     "Clients of the HTTP API": "test_open_keyless_port_is_warned_about test_only_trusted_proxy_names_the_client"
+    " test_bad_token_is_refused"
     " test_http_is_served_over_tls test_client_without_certificate_is_refused test_changed_certificate_is_served",
     "Web pages": "test_keyless_gateway_checks_host_names test_foreign_origins_are_refused",
     "Other hosts of the network": "test_refused_connections_are_counted test_keyless_bind_needs_loopback",

@@ -65,7 +65,7 @@ _LOOSE: Final[dict[str, Any]] = {
 """Schemas of fields that code checks, because a type could not check them or would give a poor error."""
 _REFUSALS: Final = {
     400: "A parameter is wrong; `param` names it.",
-    401: "The API key is missing or not valid.",
+    401: "The API key or token is missing or not valid.",
     403: "The tenant may not use this priority class.",
     404: "There is no such model or path.",
     405: "The method is not allowed here.",
@@ -181,7 +181,7 @@ ABOUT: Final[Mapping[str, About]] = {
     "GET /ready": About(_STATE, "200 only while a request would be served.", answers.Ready, (503,)),
 }
 _SECURITY: Final = {
-    "key": {"type": "http", "scheme": "bearer", "description": "An API key of a tenant, where there are any."},
+    "key": {"type": "http", "scheme": "bearer", "description": "An API key of a tenant, or a JSON Web Token, if any."},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "As Anthropic's."},
 }
 

@@ -73,7 +73,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
         gateway: Gateway = request.app.state.gateway
-        tenant = _tenant(request, gateway) if self.needs_key else ""
+        tenant = await _tenant(request, gateway) if self.needs_key else ""
         owner = owner_of(tenant if gateway.keys.needed else "", request.client.host if request.client else None)
         async with AsyncExitStack() as held:
             try:
@@ -84,8 +84,8 @@ class Endpoint:
             await response(scope, receive, send)
 
 
-def _tenant(request: Request, gateway: Gateway) -> str:
-    """The tenant of a request, by its key; `default` where there are no keys. Raises `ApiError` (401)."""
+async def _tenant(request: Request, gateway: Gateway) -> str:
+    """The tenant of a request, by its key or token; `default` where neither is needed. Raises `ApiError` (401, 503)."""
     tenant: str | None = DEFAULT_TENANT
     if gateway.keys.needed:
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
@@ -95,6 +95,8 @@ def _tenant(request: Request, gateway: Gateway) -> str:
             message = "An API key is needed: send it as 'Authorization: Bearer KEY'."
             raise ApiError(401, message, code="missing_api_key")
         tenant = gateway.keys.tenant_of(key.encode("latin-1", "replace"))
+        if tenant is None and gateway.token_tenants is not None:
+            tenant = await gateway.token_tenants.tenant_of(key, gateway.keys.tenants)
     if tenant is None:
         raise ApiError(401, "The API key is not valid.", code="invalid_api_key")
     info_of(request.scope).tenant = tenant

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,6 +21,9 @@ from proto.parts import Room
 from runtime.metrics.server import Reply
 from runtime.process import clock
 from runtime.tenancy.tenants import open_tenants
+
+if TYPE_CHECKING:
+    from gateway.jwt_tenants import JwtTenants
 
 
 @dataclass
@@ -55,6 +59,7 @@ class Gateway:
     metrics: GatewayMetrics
     intake: Intake
     keys: KeyRing = field(default_factory=lambda: KeyRing(open_tenants()))
+    token_tenants: "JwtTenants | None" = None  # None: API keys alone are taken
     threads: TokenizerThreads = field(default_factory=TokenizerThreads)
     keep_alive_s: float = 10.0  # silence of a stream after which a comment is sent, for load balancers; 0: none is
     access_log: bool = True

@@ -26,7 +26,7 @@ STOP_SLACK_S: Final = 15
 _HIDDEN: Final = ("/home/", "/root/", "/run/user/")
 _ABSENT: Final = ("/tmp/", "/var/tmp/")  # a unit has its own copies (PrivateTmp)
 _WRITES: Final = ("usage_db", "event_log", "batch_db")
-_READS: Final = ("model", "tenants", "profile")
+_READS: Final = ("model", "tenants", "profile", "jwt_jwks")
 _DESCRIPTIONS: Final = {
     "coordinator": "crossdock coordinator",
     "coordinator-standby": "crossdock coordinator, the other of two that serve in turn",

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from email.utils import parsedate_to_datetime
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import aiohttp
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from launcher.admin.status import ask
@@ -16,14 +18,14 @@ from launcher.doctor.snapshot import ProcessMetrics, Samples, Snapshot, readings
 from launcher.http.client import new_session
 from launcher.local import process_states, registry
 from proto.errors import CrossdockError
-from proto.status import StatusReport
+from proto.status import StatusReport, TenantStatus
 from runtime.link.keys import Keys
 from runtime.process import clock
 
 SCRAPE_S = 5.0
 ASK_MS = 10_000  # longer than other commands wait: a sick cluster may be slow
 AT_ONCE = 32
-LOOKS = 5  # at the machine's own load between the two readings
+LOOKS = 5  # at who waits, between the two readings
 
 
 class NoMetrics(CrossdockError):
@@ -48,8 +50,11 @@ async def cluster(coordinator: str, keys: Keys | None, seconds: float) -> Snapsh
         before = await _scrape_all(session, first)
         throttled = _throttled(first)
         began = clock.now()
-        await asyncio.sleep(seconds)
-        report = await ask(coordinator, ASK_MS, keys)
+        looks = []
+        for _ in range(LOOKS):
+            await asyncio.sleep(seconds / LOOKS)
+            looks.append(await ask(coordinator, ASK_MS, keys))
+        report = msgspec.structs.replace(looks[-1], tenants=_waiting_usually(looks))
         after = await _scrape_all(session, report)
         took_s = clock.now() - began
     shares = {
@@ -68,6 +73,15 @@ async def cluster(coordinator: str, keys: Keys | None, seconds: float) -> Snapsh
     restarts = tuple(line for part in here_too for line in process_states.lines(part.processes, clock.unix_time()))
     unseen = tuple(sorted(report.metrics.keys() - after.keys()))
     return Snapshot(took_s, clock.unix_time(), report, tuple(processes), restarts, unseen)
+
+
+def _waiting_usually(looks: Sequence[StatusReport]) -> tuple[TenantStatus, ...]:
+    """Returns the latest shares of tenants, with the median of the requests that waited: their number jumps."""
+    waiting = [{one.name: one.waiting for one in look.tenants} for look in looks]
+    return tuple(
+        msgspec.structs.replace(one, waiting=round(median(look.get(one.name, 0) for look in waiting)))
+        for one in looks[-1].tenants
+    )
 
 
 async def server(url: str, seconds: float) -> ProcessMetrics:

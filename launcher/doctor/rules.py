@@ -13,6 +13,7 @@ import msgspec
 
 from launcher.doctor.causes import CAUSES
 from launcher.doctor.snapshot import ProcessMetrics, Snapshot
+from proto.status import TrafficStatus
 
 Confidence = Literal["certain", "likely", "possible"]
 CORE: Final = "crossdock_coordinator_"
@@ -49,8 +50,8 @@ def diagnose(seen: Snapshot) -> list[Finding]:
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 SLOW_TIMES: Final = 2.0  # a worker is slow if its steps take so many times as long as those of its peers
-ALIKE_TIMES: Final = 1.25  # and have at most so many times as many tokens or sequences
-STEPS_MIN: Final = 5
+SLOW_QUANTILE: Final = 0.8  # a worker that is stopped again and again has quick steps between
+STEPS_MIN: Final = 10
 
 
 def slow_worker(seen: Snapshot) -> Findings:
@@ -63,22 +64,32 @@ def slow_worker(seen: Snapshot) -> Findings:
             if not peers:
                 continue
             mean_s, usual_s = worker.mean(times), median(one.mean(times) for one in peers)
-            # The median resists one long step, and the mean the width of buckets: both must say it.
-            usual_bucket_s = median(one.quantile(times, 0.5)[1] for one in peers)
-            is_slow = mean_s >= SLOW_TIMES * usual_s and worker.quantile(times, 0.5)[0] >= usual_bucket_s
             own_size, usual_size = worker.mean(sizes), median(one.mean(sizes) for one in peers)
-            if is_slow and own_size <= ALIKE_TIMES * usual_size:
+            larger = (
+                max(own_size / usual_size, 1.0) if usual_size else 1.0
+            )  # a step takes at most so many times as long
+            # A quantile resists one long step, and the mean the width of buckets: both must say it.
+            usual_bucket_s = median(one.quantile(times, SLOW_QUANTILE)[1] for one in peers)
+            is_slow = mean_s >= SLOW_TIMES * larger * usual_s
+            if is_slow and worker.quantile(times, SLOW_QUANTILE)[0] >= usual_bucket_s:
                 took = f"its steps take {1000 * mean_s:.1f} ms, those of others {1000 * usual_s:.1f} ms"
                 had = f"its steps have {own_size:.1f} {size}, those of others {usual_size:.1f}"
                 yield Finding("slow_worker", worker.name, "likely", (took, had))
 
 
+STEPS_FAILED_MIN: Final = 2
+
+
 def failing_worker(seen: Snapshot) -> Findings:
     failures = seen.coordinator.grew_by(CORE + "work_failed_total", "reason")
     failed = tuple(f"{count:.0f} attempts failed: {reason}" for reason, count in failures.items() if count)
-    for words in seen.report.circuit_open:
-        if " → " not in words:
-            yield Finding("failing_worker", words.partition(":")[0], "certain", (words, *failed))
+    left_out = {words.partition(":")[0]: words for words in seen.report.circuit_open if " → " not in words}
+    for name, words in left_out.items():
+        yield Finding("failing_worker", name, "certain", (words, *failed))
+    for one in seen.processes:
+        steps = sum(one.grew(f"crossdock_{role}_steps_failed_total") for role in ("prefill", "decode"))
+        if steps >= STEPS_FAILED_MIN and one.name not in left_out:
+            yield Finding("failing_worker", one.name, "likely", (f"{steps:.0f} of its steps failed", *failed))
     for words in seen.restarts:
         yield Finding("restarting_process", words.partition(":")[0], "certain", (words,))
     missing = [role for role in ("prefill", "decode") if all(worker.role != role for worker in seen.report.workers)]
@@ -91,16 +102,24 @@ PAIR_FAILURES_SHARE: Final = 0.2  # of the hand-overs that began
 
 
 def broken_pair(seen: Snapshot) -> Findings:
+    """Where one pair of many breaks, most of a worker's hand-overs may go well with others: both ends are looked at."""
     said = [words for words in seen.report.circuit_open if " → " in words]
     for words in said:
         yield Finding("broken_pair", words.partition(":")[0], "certain", (words,))
+    ends, evidence = {"sent": "others", "received": "others"}, list[str]()
     for one in seen.processes if not said else ():
-        broke = one.grew("crossdock_kv_pairs_broken_total", direction="sent")
-        failed = one.grew("crossdock_kv_transfers_failed_total", direction="sent")
-        began = one.grew("crossdock_kv_transfers_total", direction="sent")
-        if broke and failed >= max(PAIR_FAILURES_MIN, PAIR_FAILURES_SHARE * began):
-            evidence = (f"{broke:.0f} connections broke", f"{failed:.0f} of {began:.0f} hand-overs failed")
-            yield Finding("broken_pair", f"{one.name} → others", "likely", evidence)
+        for direction in ends:
+            broke, failed, began = (
+                one.grew(f"crossdock_kv_{what}_total", direction=direction)
+                for what in ("pairs_broken", "transfers_failed", "transfers")
+            )
+            if broke and failed >= max(PAIR_FAILURES_MIN, PAIR_FAILURES_SHARE * began):
+                ends[direction] = one.name
+                evidence.append(
+                    f"{one.name}: {broke:.0f} connections broke, {failed:.0f} of {began:.0f} hand-overs failed"
+                )
+    if evidence:
+        yield Finding("broken_pair", f"{ends['sent']} → {ends['received']}", "likely", tuple(evidence))
 
 
 # --- room and ratio ---------------------------------------------------------------------------------------------------
@@ -165,27 +184,44 @@ def wrong_ratio(seen: Snapshot) -> Findings:
 CACHED_SHARE_MIN: Final = 0.2  # of prompt tokens, before
 PROMPT_TOKENS_MIN: Final = 1_000
 YOUNG_S: Final = 600.0
+BEFORE_S: Final = 60.0
 LEASES_MIN: Final = 3
 
 
-def cold_cache(seen: Snapshot) -> Findings:
-    core, tokens = seen.coordinator, CORE + "prompt_tokens_total"
-    new, cached = core.grew(tokens), core.grew(tokens, source="cached")
-    old, was_cached = core.now(tokens) - new, core.now(tokens, source="cached") - cached
-    shares = f"{cached / max(new, 1.0):.0%} of prompt tokens were cached, {was_cached / max(old, 1.0):.0%} before"
-    broken, found = (core.grew(CORE + "leases_total", outcome=kind) for kind in ("broken", "found"))
+def lost_sessions(seen: Snapshot) -> Findings:
+    if any(cold_cache(seen)):
+        return  # which explains it
+    broken, found = (seen.coordinator.grew(CORE + "leases_total", outcome=kind) for kind in ("broken", "found"))
     if broken >= LEASES_MIN and broken > found:
         turns = f"{broken:.0f} later turns of sessions found no KV, {found:.0f} did"
-        yield Finding("lost_sessions", "", "likely", (turns, shares))
-        return
-    enough = new >= PROMPT_TOKENS_MIN and old >= PROMPT_TOKENS_MIN and was_cached >= CACHED_SHARE_MIN * old
-    if enough and cached / new <= was_cached / old / 2:
-        workers = [*seen.of_role("prefill"), *seen.of_role("decode")]
-        ages = {one.name: seen.unix_s + one.clock_ahead_s - one.now("process_start_time_seconds") for one in workers}
-        young = [name for name, age_s in ages.items() if age_s < YOUNG_S]
-        if young:
+        yield Finding("lost_sessions", "", "likely", (turns,))
+
+
+def cold_cache(seen: Snapshot) -> Findings:
+    """The cached share of prompts fell when workers started."""
+    models = {worker.process or worker.name: worker.model for worker in seen.report.workers}
+    workers = [*seen.of_role("prefill"), *seen.of_role("decode")]
+    ages = {one.name: seen.unix_s + one.clock_ahead_s - one.now("process_start_time_seconds") for one in workers}
+    for traffic in seen.report.traffic:
+        young = [name for name, age_s in ages.items() if age_s < YOUNG_S and models.get(name) == traffic.model]
+        if not young:
+            continue
+        newest_s, oldest_s = min(ages[name] for name in young), max(ages[name] for name in young)
+        tokens, cached = _prompt_tokens(traffic, 0.0, newest_s)
+        earlier, was_cached = _prompt_tokens(traffic, oldest_s, oldest_s + BEFORE_S)
+        if min(tokens, earlier) < PROMPT_TOKENS_MIN or was_cached < CACHED_SHARE_MIN * earlier:
+            continue
+        if cached / tokens <= was_cached / earlier / 2:
+            shares = f"{cached / tokens:.0%} of prompt tokens are cached, {was_cached / earlier:.0%} before"
             started = [f"{name} was started {ages[name]:.0f} s ago" for name in young]
             yield Finding("cold_cache", ", ".join(young), "likely", (shares, *started))
+
+
+def _prompt_tokens(traffic: TrafficStatus, from_s: float, to_s: float) -> tuple[int, int]:
+    """Returns the prompt tokens of requests that came so long ago, and how many of them were cached."""
+    sampled = zip(traffic.ages_ms, traffic.stands_for, traffic.prompt_tokens, traffic.cached_tokens, strict=True)
+    found = [(count * prompt, count * cached) for ms, count, prompt, cached in sampled if from_s <= ms / 1000 < to_s]
+    return sum(prompt for prompt, _ in found), sum(cached for _, cached in found)
 
 
 # --- tenants ----------------------------------------------------------------------------------------------------------
@@ -281,6 +317,7 @@ RULES: Final[tuple[Callable[[Snapshot], Findings], ...]] = (
     slow_worker,
     full_kv,
     wrong_ratio,
+    lost_sessions,
     cold_cache,
     hot_tenant,
     small_quota,

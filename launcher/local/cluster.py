@@ -65,7 +65,6 @@ def build(settings: ServeSettings, model: ReadyModel, ports: ReservedPorts) -> L
     )
     http = http_ports(settings, ports)
     coordinator = f"tcp://127.0.0.1:{ports.draw('127.0.0.1')}"
-    key = _own_key(settings)
     metrics = metrics_addresses(settings, ports)
     tenants = {"tenants": str(Path(settings.tenants).expanduser().resolve())} if settings.tenants else {}
     usage_db = settings.usage_db or (default_db() if settings.tenants else "")
@@ -74,13 +73,13 @@ def build(settings: ServeSettings, model: ReadyModel, ports: ReservedPorts) -> L
     batches = {} if batch_db in BATCHES_OFF else {"batch_db": str(Path(batch_db).expanduser().resolve())}
     common = {"log_format": "json"} | ({"keys": keys_folder(settings)} if settings.keys else {})
     shared = common | {"coordinator": coordinator, "model": str(model.path), "model_id": model.model_id}
+    gateway = options_for(settings, GatewaySettings) | shared | tenants
+    key = _own_key(settings, tokens_taken=bool(load(GatewaySettings, gateway).jwt_issuer))
     fronts = [
         checked(
             GatewaySettings,
-            options_for(settings, GatewaySettings)
-            | shared
+            gateway
             | {"name": f"gateway-{index}", "host": settings.host, "port": port, "metrics": metrics[1 + index]}
-            | tenants
             | batches,
         )
         for index, port in enumerate(http)
@@ -151,7 +150,7 @@ def keys_folder(settings: ServeSettings) -> str:
     return str(Path(settings.keys).expanduser().resolve())
 
 
-def _own_key(settings: ServeSettings) -> str:
+def _own_key(settings: ServeSettings, tokens_taken: bool) -> str:
     """The key with which the launcher sends requests of its own. The tenants file has no plain keys, so a key of the tenant
     `default` is made for this run. Raises `SettingsError` where the file cannot be used."""
     if settings.tenants:
@@ -159,7 +158,7 @@ def _own_key(settings: ServeSettings) -> str:
             tenants = read(Path(settings.tenants).expanduser())
         except TenantsError as error:
             raise SettingsError("\n".join(f"--tenants: {line}" for line in str(error).splitlines())) from None
-        if tenants.keys and not settings.api_keys:
+        if (tenants.keys or tokens_taken) and not settings.api_keys:
             return secrets.token_hex(32)
     return settings.api_keys[0] if settings.api_keys else ""
 

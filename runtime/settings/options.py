@@ -29,6 +29,20 @@ SECTIONS: Final[dict[str, type[Options]]] = {
     cls.section: cls for cls in (CoordinatorSettings, GatewaySettings, WorkerSettings, EveryServeOption)
 }
 CONFIG_ENV: Final = ENV_PREFIX + "CONFIG"
+_OF_VLLM: Final = {
+    "kv-cache-memory": "--kv-gib, the size of each worker's KV cache in GiB",
+    "kv-cache-memory-bytes": "--kv-gib, the size of each worker's KV cache in GiB",
+    "gpu-memory-utilization": "--gpu-memory-share, each worker's share of its GPU's memory",
+    "max-num-batched-tokens": "--step-tokens-max, the most tokens of one prefill step",
+    "enable-prefix-caching": "--no-prefix-cache; the prefix cache is on without an option",
+    "data-parallel-size": "--mixed, the number of workers that do both phases",
+    "tensor-parallel-size": "--vllm-args, which --engine vllm hands to vLLM",
+    "quantization": "--vllm-args, which --engine vllm hands to vLLM",
+    "enforce-eager": "--vllm-args, which --engine vllm hands to vLLM",
+    "ssl-certfile": "--tls-certificate",
+    "ssl-keyfile": "--tls-key",
+    "ssl-ca-certs": "--tls-client-ca",
+}  # options of vLLM that are no aliases here → what there is instead
 _COMPLAINT: Final = re.compile(r"^[\w .-]+: (--[a-z].*)\Z")
 
 
@@ -54,10 +68,12 @@ def aliases_of(field: FieldInfo) -> tuple[str, ...]:
 
 
 def where_given(option: str) -> str:
-    """Returns where an option that a command does not have can be given; empty: nowhere."""
+    """Returns where an option that a command does not have can be given, or its name here; empty: nowhere."""
+    if instead := _OF_VLLM.get(option.removeprefix("--")):
+        return f"crossdock has {instead}."
     for section, cls in SECTIONS.items():
         for key, field in cls.model_fields.items():
-            if option == option_name(key, field):
+            if option in (option_name(key, field), *aliases_of(field)):
                 has = f"It is an option of crossdock {section}"
                 if key in DECIDED:
                     return f"{has}; crossdock serve and up choose it themselves."

@@ -138,13 +138,39 @@ class BatchOptions(Options):
     batch_keep_days: int = Field(30, ge=1, le=3650, description="Days after which files and ended batches are deleted.")
 
 
-class GatewaySettings(BatchOptions, ClientSettings):
+class JwtOptions(Options):
+    """JSON Web Tokens in place of API keys."""
+
+    jwt_issuer: str = Field(
+        "",
+        max_length=1024,
+        description="Issuer of JSON Web Tokens (their claim iss) that clients may send in place of API keys. Needs --jwt-jwks,"
+        " --jwt-audience and --tenants. Empty: no tokens are taken.",
+    )
+    jwt_audience: str = Field(
+        "", max_length=1024, description="Audience that tokens must be for (one of their claim aud)."
+    )
+    jwt_jwks: str = Field(
+        "",
+        max_length=4096,
+        description="File or https URL with the issuer's public keys, a JSON Web Key Set. A file is read again every 5 s,"
+        " a URL every 5 min, and both when a token names an unknown key, for which a request waits 5 s at most.",
+    )
+    jwt_tenant_claim: str = Field(
+        "tenant",
+        min_length=1,
+        max_length=256,
+        description="Claim of a token that names its tenant, as in the tenants file: an organisation or organisation/user.",
+    )
+
+
+class GatewaySettings(JwtOptions, BatchOptions, ClientSettings):
     """Serve the OpenAI HTTP API."""
 
     section = "gateway"
     panels: ClassVar[Panels] = {
         "HTTP": "host port cors_origins allowed_hosts trusted_proxies access_log api_metrics",
-        "Tenants": "api_keys tenants",
+        "Tenants": "api_keys tenants jwt_issuer jwt_audience jwt_jwks jwt_tenant_claim",
         "Model": "model model_id more_models served_model_name generation_config default_max_tokens",
         "Cluster": "coordinator tokens_bind advertise drain_timeout_s",
         "Streams and answers": "responses_keep_s batch_db batch_keep_days",
@@ -162,6 +188,7 @@ class GatewaySettings(BatchOptions, ClientSettings):
         default_factory=list,
         description="Keys of the tenant 'default', separated by commas. Without any, here or in the tenants file, everyone is"
         " let in. Flags are visible in ps: prefer the environment or the file.",
+        json_schema_extra={"aliases": ["--api-key"]},
     )
     tenants: str = Field(
         "",
@@ -263,5 +290,11 @@ class GatewaySettings(BatchOptions, ClientSettings):
         names = [self.served_model_id, *self.served_model_name, *(name for name, _ in self.other_models)]
         if len(set(names)) < len(names):
             raise ValueError("--more-models, --served-model-name: two models have the same name")
+        if any(of_tokens := (self.jwt_issuer, self.jwt_audience, self.jwt_jwks)) and not all(
+            (*of_tokens, self.tenants)
+        ):
+            raise ValueError("--jwt-issuer: tokens need --jwt-issuer, --jwt-audience, --jwt-jwks and --tenants")
+        if self.jwt_jwks.startswith("http://"):
+            raise ValueError(f"--jwt-jwks: {self.jwt_jwks} must be a file or an https URL")
         self._check_reachable("--tokens-bind", self.tokens_bind)
         return self

@@ -81,6 +81,7 @@ class ServeSettings(KeyOptions):
         default_factory=list,
         description="Keys of the tenant 'default', separated by commas; without any, here or in the tenants file, no key is"
         " needed.",
+        json_schema_extra={"aliases": ["--api-key"]},
     )
     tenants: str = Field(
         "",

@@ -33,7 +33,7 @@ SETTLE_S = 8.0  # until a fault has its effect
 FORGET_S = 12.0  # until shares of service have forgotten the load before
 START_S = 900.0
 READ = (
-    "process_ crossdock_kv_pairs_ crossdock_kv_transfers_ crossdock_prefill_step_ crossdock_decode_step_"
+    "process_ crossdock_kv_pairs_ crossdock_kv_transfers_ crossdock_prefill_step crossdock_decode_step"
     " crossdock_coordinator_requests_admitted crossdock_coordinator_prefill_steps crossdock_coordinator_decode_batches"
     " crossdock_coordinator_interruptions crossdock_coordinator_work_failed crossdock_coordinator_prompt_tokens"
     " crossdock_coordinator_leases crossdock_coordinator_tenant_over_quota"
@@ -282,7 +282,8 @@ def save(name: str, seen: Snapshot) -> None:
         msgspec.structs.replace(one, series={n: r for n, r in one.series.items() if n.startswith(tuple(READ))})
         for one in seen.processes
     ]
-    report = msgspec.structs.replace(seen.report, traffic=())
+    traffic = seen.report.traffic if name == "cold_cache" else ()
+    report = msgspec.structs.replace(seen.report, traffic=traffic)
     found = msgspec.structs.replace(seen, processes=tuple(kept), report=report)
     SAVED.mkdir(exist_ok=True)
     (SAVED / f"{name}.json").write_bytes(msgspec.json.encode(found) + b"\n")

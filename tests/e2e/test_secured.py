@@ -20,6 +20,7 @@ from runtime.link.client import LinkClient
 from runtime.link.keys import Keys
 from runtime.link.server import LinkSettings
 from tests.e2e.parts import Parts, listening, parts
+from tests.gateway.test_jwt import RULES, key_set, token
 from tests.helpers import until
 from tests.runtime.test_link import End
 
@@ -41,9 +42,9 @@ class Secured:
     tokens: str
     kv: str
 
-    def ask(self, **body: object) -> httpx.Response:
+    def ask(self, key: str = KEY, /, **body: object) -> httpx.Response:
         body = {"model": self.up.model_id, "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True, **body}
-        headers = {"Authorization": f"Bearer {KEY}"}
+        headers = {"Authorization": f"Bearer {key}"}
         url = f"{self.up.base_url}/v1/completions"
         return httpx.post(url, json=body, headers=headers, timeout=120.0, trust_env=False)
 
@@ -57,13 +58,15 @@ def secured(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     home = tmp_path_factory.mktemp("secured")
     make_keys(NewKeysSettings(folder=str(home / "keys")))
     (home / "tenants.toml").write_text(TENANTS)
+    (home / "jwks.json").write_text(key_set("ec"))
     debug = ("--log-level", "debug", "--log-format", "json")
     tenants = ("--tenants", str(home / "tenants.toml"))
     with parts(tiny, keys=home / "keys") as up:
         up.start(
             "coordinator", *debug, *tenants, "--event-log", str(home / "events"), "--usage-db", str(home / "usage.db")
         )
-        up.start("gateway", *debug, *tenants)
+        tokens = ("--jwt-issuer", RULES.issuer, "--jwt-audience", RULES.audience, "--jwt-jwks", str(home / "jwks.json"))
+        up.start("gateway", *debug, *tenants, *tokens)
         up.start("prefill_worker", *debug)
         up.start("decode_worker", *debug)
         up.wait_registered(2)
@@ -76,6 +79,12 @@ def test_secured_cluster_serves(secured: Secured) -> None:
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
     report = secured.up.status()
     assert {w.role for w in report.workers} == {Role.PREFILL, Role.DECODE} and report.kv_pairs
+
+
+def test_token_is_taken_beside_keys(secured: Secured) -> None:
+    """A gateway with --jwt-issuer takes a good token, and refuses an expired one."""
+    assert secured.ask(token("ec")).status_code == 200
+    assert secured.ask(token("ec", exp=1)).json()["error"]["message"] == "The token has expired."
 
 
 def _knock(address: str, role: Role, keys: Keys | None, to: Role) -> str:
@@ -143,6 +152,8 @@ def test_no_secret_is_written_anywhere(secured: Secured) -> None:
         answer = httpx.post(url, json={}, headers={"Authorization": f"Bearer {key}"}, timeout=60.0, trust_env=False)
         assert answer.status_code == 401 and KEY not in answer.text
     httpx.get(f"{secured.up.base_url}/v1/models/{PROMPT}?key={KEY}", timeout=60.0, trust_env=False)
+    tokens = [token("ec"), token("ec", exp=1), token("ec", tenant=PROMPT), token("ec-2")]
+    assert [secured.ask(one).status_code for one in tokens] == [200, 401, 401, 401]
     status, metrics = str(as_dict(secured.up.status())), secured.metrics()
     secured.up.stop()
     written = {path.name: path.read_bytes().decode("latin-1") for path in secured.folder.glob("[eu]*")}
@@ -151,6 +162,7 @@ def test_no_secret_is_written_anywhere(secured: Secured) -> None:
     assert "decoding" in written["logs"], "the level is debug"
     files = [path.read_text() for path in (secured.folder / "keys").glob("*_secret")]
     keys = [line.split('"')[1] for text in files for line in text.splitlines() if '"' in line]
-    secrets = [PROMPT[:12], KEY[:12], hashlib.sha256(KEY.encode()).hexdigest(), GROUP, *keys]
+    parts_of_tokens = {part for one in tokens for part in one.split(".")}
+    secrets = [*parts_of_tokens, PROMPT[:12], KEY[:12], hashlib.sha256(KEY.encode()).hexdigest(), GROUP, *keys]
     found = [(where, secret[:8]) for where, text in written.items() for secret in secrets if secret in text]
     assert not found

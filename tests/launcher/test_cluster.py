@@ -129,6 +129,17 @@ def test_options_reach_the_processes() -> None:
         build(load(EveryServeOption, {"port": "0", "served_model_name": "tiny"}))
 
 
+def test_launcher_has_a_key_beside_tokens(tmp_path: Path) -> None:
+    """Where gateways take tokens, `crossdock serve` makes a key for its own question, even if the tenants file has none."""
+    (tmp_path / "tenants.toml").write_text("[tenants.acme]")
+    options = {"port": "0", "tenants": str(tmp_path / "tenants.toml")}
+    assert not build(load(EveryServeOption, options)).key
+    options |= {"jwt_issuer": "https://login", "jwt_audience": "crossdock", "jwt_jwks": "https://login/keys"}
+    assert build(load(EveryServeOption, options)).key
+    with pytest.raises(SettingsError, match="--jwt-issuer"):
+        build(load(EveryServeOption, options | {"tenants": ""}))
+
+
 def test_event_log_goes_to_the_coordinator(tmp_path: Path) -> None:
     """The coordinator gets the event log's path; a folder or a missing parent folder is refused."""
     cluster = build(ServeSettings(port=0, event_log=str(tmp_path / "event_log")))

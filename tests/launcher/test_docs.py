@@ -171,9 +171,10 @@ def test_configuration_reference_is_up_to_date() -> None:
 def test_options_in_prose_exist() -> None:
     """Every option named in the prose of the pages exists."""
     known = {
-        options.option_name(key, field)
+        option
         for _, command in (*commands_in(crossdock.TABLE), *commands_in(benchmarks.TABLE))
         for key, field in command.settings_class().model_fields.items()  # type: ignore[union-attr]
+        for option in (options.option_name(key, field), *options.aliases_of(field))
     }
     known |= {"--config", "--help", "--install-completion", "--no-standby", "--aiperf", "--aiperf-tokenizer"}
     known |= {"--torch-backend", "--extra-index-url", "--upgrade-package", "--torch"}  # of uv, pip and scripts/
@@ -184,12 +185,10 @@ def test_options_in_prose_exist() -> None:
             prose = re.sub(r"^\|[^|]*\|", "", prose, flags=re.MULTILINE)
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", prose)) - {
             "--roles",
-            "--max-model-len",  # of vLLM, as are the next five
-            "--disable-hybrid-kv-cache-manager",
+            "--disable-hybrid-kv-cache-manager",  # of vLLM, as are the next three
             "--gpu-memory-utilization",
             "--tensor-parallel-size",
             "--max-num-batched-tokens",
-            "--max-num-seqs",
             "--faults",  # of scripts/chaos and scripts/simulate, as is the next
             "--seeds",
             "--constrained-share",

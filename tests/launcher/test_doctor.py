@@ -3,6 +3,7 @@
 `doctor/NAME.json` is what a real cluster with that fault showed: see `tests/e2e/doctor_faults.py`.
 """
 
+from itertools import chain, repeat
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ from launcher.doctor import collect, rules, vllm
 from launcher.doctor.causes import CAUSES
 from launcher.doctor.snapshot import ProcessMetrics, Sample, Snapshot, readings
 from proto.messages import Role
-from proto.status import AutopilotStatus, ClassStatus, StatusReport, TenantStatus, WorkerStatus
+from proto.status import AutopilotStatus, ClassStatus, StatusReport, TenantStatus, TrafficStatus, WorkerStatus
 
 SAVED = sorted((Path(__file__).parent / "doctor").glob("*.json"))
 NOW = 1_000_000.0
@@ -41,7 +42,9 @@ def _process(name: str, **series: list[Sample]) -> ProcessMetrics:
     return ProcessMetrics(name, usual | series)
 
 
-def _busy(name: str, step_ms: float = 10.0, size: float = 8.0, steps: int = 100) -> ProcessMetrics:
+def _busy(
+    name: str, step_ms: float = 10.0, size: float = 8.0, steps: int = 100, age_s: float = 10_000.0
+) -> ProcessMetrics:
     """A worker that has computed so many steps in ten seconds."""
     role = name.partition("-")[0]
     times, sizes = (
@@ -56,7 +59,17 @@ def _busy(name: str, step_ms: float = 10.0, size: float = 8.0, steps: int = 100)
         f"{sizes}_count": _readings((steps, steps, "")),
         f"{sizes}_sum": _readings((0, steps * size, "")),
     }
-    return _process(name, **series)
+    return _process(name, **series, process_start_time_seconds=_readings((NOW - age_s, 0, "")))
+
+
+def _stopped(name: str) -> ProcessMetrics:
+    """A decode worker that something stops for 0.3 s after three quick steps each time."""
+    quick, (buckets, times) = _busy(name), ("crossdock_decode_step_seconds_bucket", "crossdock_decode_step_seconds_sum")
+    slow = {
+        buckets: _readings((0, 0, "le=0.005"), (0, 75, "le=0.02"), (0, 75, "le=0.2"), (0, 100, "le=+Inf")),
+        times: _readings((9, 8.3, "")),
+    }
+    return msgspec.structs.replace(quick, series=quick.series | slow)
 
 
 def _core(**series: list[Sample]) -> ProcessMetrics:
@@ -91,11 +104,26 @@ def _gateway(**series: list[Sample]) -> Snapshot:
     return _sick(_process("gateway-0", **series))
 
 
+def _restarted(age_s: float, before: int, after: int) -> Snapshot:
+    """A decode-0 was started so long ago; prompts of 2,000 tokens had so many cached before, and after."""
+    ages_ms = (70_000.0, 50_000.0, 40_000.0, 20_000.0, 10_000.0)
+    cached = (0, before, before, after, after)
+    traffic = TrafficStatus("tiny", ages_ms, (1, 2, 2, 2, 2), (2_000,) * 5, cached, (9,) * 5, 0)
+    return _sick(_busy("decode-0", age_s=age_s), traffic=(traffic,))
+
+
 PILOT = AutopilotStatus("tiny", "advise", "2P2D", "1P3D", "long answers")
 FAULTS: dict[str, tuple[str, str, Snapshot]] = {
     "slow decode worker": ("slow_worker", "decode-1", _sick(_busy("decode-1", 40.0))),
+    "stopped decode worker": ("slow_worker", "decode-1", _sick(_stopped("decode-1"))),
+    "slow worker with more sequences": ("slow_worker", "decode-1", _sick(_busy("decode-1", 60.0, size=16.0))),
     "slow prefill worker": ("slow_worker", "prefill-0", _sick(_busy("prefill-0", 60.0, steps=20))),
     "worker left out": ("failing_worker", "decode-1", _sick(circuit_open=("decode-1: 3 attempts failed in a row",))),
+    "worker fails at times": (
+        "failing_worker",
+        "decode-1",
+        _sick(_process("decode-1", crossdock_decode_steps_failed_total=_readings((3, 3, "")))),
+    ),
     "process restarts": ("restarting_process", "decode-1", _sick(restarts=("decode-1: 4 restarts in the last 10 min",))),
     "no decode worker": ("no_worker", "decode", _sick(workers=WORKERS[2:])),
     "pair left out": ("broken_pair", "prefill-0 → decode-1", _sick(circuit_open=("prefill-0 → decode-1: 3 transfers",))),
@@ -108,6 +136,24 @@ FAULTS: dict[str, tuple[str, str, Snapshot]] = {
                 crossdock_kv_pairs_broken_total=_readings((4, 4, "direction=sent")),
                 crossdock_kv_transfers_failed_total=_readings((5, 5, "direction=sent")),
             )
+        ),
+    ),
+    "one of several connections breaks": (
+        "broken_pair",
+        "others → decode-0",
+        _sick(
+            _process(
+                "prefill-0",
+                crossdock_kv_pairs_broken_total=_readings((4, 4, "direction=sent")),
+                crossdock_kv_transfers_failed_total=_readings((5, 5, "direction=sent")),
+                crossdock_kv_transfers_total=_readings((99, 99, "direction=sent")),
+            ),
+            _process(
+                "decode-0",
+                crossdock_kv_pairs_broken_total=_readings((4, 4, "direction=received")),
+                crossdock_kv_transfers_failed_total=_readings((5, 5, "direction=received")),
+                crossdock_kv_transfers_total=_readings((7, 7, "direction=received")),
+            ),
         ),
     ),
     "full decode KV": (
@@ -132,18 +178,7 @@ FAULTS: dict[str, tuple[str, str, Snapshot]] = {
         "too few decode workers",
         _sick(*_both("prefill", steps=10), _core(decode_batches=_readings((2, 0, "limit=no_decode_sequences"))), queued=9),
     ),
-    "cold cache": (
-        "cold_cache",
-        "decode-0",
-        _sick(
-            _core(prompt_tokens_total=_readings((4_000, 2_000, "source=computed"), (4_000, 100, "source=cached"))),
-            _process(
-                "decode-0",
-                crossdock_decode_step_seconds_count=[],
-                process_start_time_seconds=_readings((NOW - 60, 0, "")),
-            ),
-        ),
-    ),
+    "cold cache": ("cold_cache", "decode-0", _restarted(age_s=30.0, before=1_500, after=200)),
     "lost sessions": ("lost_sessions", "", _sick(_core(leases_total=_readings((5, 5, "outcome=broken"))))),
     "hot tenant": (
         "hot_tenant",
@@ -191,7 +226,9 @@ def _healthy_but_loaded() -> list[Snapshot]:
         _sick(_core(tenant_over_quota_total=quota), workers=(*WORKERS[2:], _worker("decode-0", 80)), queued=3),
         _sick(classes=(ClassStatus("standard", 500.0, 50.0, 0.9, 9, 9, 9),)),
         _sick(tenants=(TenantStatus("acme", 1.0, 30),), queued=30),
-        _sick(_core(prompt_tokens_total=_readings((9_000, 2_000, "source=computed"), (9_000, 2_000, "source=cached")))),
+        _restarted(age_s=30.0, before=1_500, after=1_400),
+        _restarted(age_s=30.0, before=100, after=0),
+        _restarted(age_s=700.0, before=1_500, after=200),
         _sick(_core(leases_total=_readings((9, 9, "outcome=found"), (2, 2, "outcome=broken")))),
     ]
 
@@ -219,7 +256,7 @@ def test_counters_grow_from_restarts() -> None:
 
 def test_silent_stopped_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that its CPU limit stops too much to show metrics, and that is lost meanwhile, is still named."""
-    looks = iter([HEALTHY.report, msgspec.structs.replace(HEALTHY.report, workers=WORKERS[1:])])
+    looks = chain([HEALTHY.report], repeat(msgspec.structs.replace(HEALTHY.report, workers=WORKERS[1:])))
     periods = iter([(100, 10), (200, 100)])
 
     async def ask(*_: object) -> StatusReport:
@@ -236,6 +273,20 @@ def test_silent_stopped_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(collect, "_throttled", throttled)
     (found,) = rules.diagnose(uvloop.run(collect.cluster("tcp://127.0.0.1:1", None, 0.0)))
     assert (found.cause, found.where) == ("throttled_cpu", "decode-0") and "90%" in found.evidence[0]
+
+
+def test_waiting_is_that_of_most_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requests of a tenant that waited are the median of several looks, so that one moment neither hides nor makes a
+    fault."""
+    waiting = iter([0, 0, 30, 20, 25, 0])
+
+    async def ask(*_: object) -> StatusReport:
+        tenants = (TenantStatus("acme", 0.5, next(waiting)), TenantStatus("lab", 0.5, 0))
+        return msgspec.structs.replace(HEALTHY.report, tenants=tenants)
+
+    monkeypatch.setattr(collect, "ask", ask)
+    seen = uvloop.run(collect.cluster("tcp://127.0.0.1:1", None, 0.0))
+    assert [(one.name, one.waiting) for one in seen.report.tenants] == [("acme", 20), ("lab", 0)]
 
 
 def _vllm(**series: list[Sample]) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.command_line import add_command, invoke, new_app, parse
 from runtime.settings.cores import parse_cores
-from runtime.settings.options import SettingsError, load, option_name, to_arguments
+from runtime.settings.options import SettingsError, aliases_of, load, option_name, to_arguments
 from runtime.settings.roles import CoordinatorSettings, GatewaySettings
 from runtime.settings.serve import EveryServeOption, ServeSettings
 from runtime.settings.types import model_id_of
@@ -124,7 +124,21 @@ def test_vllm_names_are_understood() -> None:
     settings = parse(WorkerSettings, words)
     assert (settings.max_seqs, settings.max_model_len) == (7, 99)
     assert vars(parse(EveryServeOption, words[4:]))["max_seqs"] == 7
+    serve = vars(parse(EveryServeOption, ["--api-key", "k1,k2", "--served-model-name", "a"]))
+    assert (serve["api_keys"], serve["served_model_name"]) == (["k1", "k2"], ["a"])
     assert "--max-seqs" in to_arguments(settings) and "--max-num-seqs" not in to_arguments(settings)
+
+
+@pytest.mark.parametrize(
+    ("option", "own"),
+    [("--kv-cache-memory", "--kv-gib"), ("--quantization", "--vllm-args"), ("--max-seqs", "max_seqs in")],
+)
+def test_foreign_option_error_names_ours(option: str, own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An option of vLLM that means something else, or one of another command, is refused with the one to give."""
+    app = new_app()
+    add_command(app, "gateway", GatewaySettings, lambda settings: 0)
+    assert invoke(app, [option, "1"], prog="crossdock gateway") == 2
+    assert own in capsys.readouterr().err
 
 
 def test_arguments_restore_the_settings() -> None:
@@ -146,7 +160,7 @@ def test_help_lists_every_option(cls: type[CoordinatorSettings], capsys: pytest.
     for name, field in cls.model_fields.items():
         assert field.description
         assert field.description.endswith((".", "?"))
-        assert option_name(name, field) in shown
+        assert all(option in shown for option in (option_name(name, field), *aliases_of(field)))
     assert "--config" in shown
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.cluster import units
 from launcher.local.ports import free_port
 from tests.documents import ROOT, Command, blocks, commands
 from tests.e2e.live import Live, live
@@ -119,6 +120,8 @@ SAYS = {
 @pytest.mark.parametrize("command", RUN, ids=str)
 def test_documented_command_runs(desk: Desk, command: Command) -> None:
     """Each command of the documentation runs and prints the text expected of it."""
+    if "install_units" in command.text and sys.executable.startswith(units._ABSENT):
+        pytest.skip("no unit sees the folder of this clone, and the command says so")
     said = desk.run(command.text)
     expected = [text for start, text in SAYS.items() if command.text.startswith(start)]
     assert all(text in said for text in expected), said

@@ -13,6 +13,7 @@ import msgspec
 from coordinator.accounting.billing import Closed, Opened, Past
 from coordinator.accounting.ledger import Ledger, LedgerError
 from coordinator.accounting.quota import DAY_S
+from coordinator.accounting.sqlite_store import SqliteStore
 from coordinator.core import Core
 from coordinator.dashboard import site
 from coordinator.dashboard.snapshot import RecentEvents, snapshot
@@ -255,7 +256,7 @@ class Coordinator:
         past = None
         if settings.usage_db:
             self.ledger = Ledger(
-                settings.usage_db,
+                SqliteStore(settings.usage_db),
                 on_committed=self._committed,
                 on_failed=self._ledger_failed,
                 keep_days=settings.usage_keep_days,

@@ -106,6 +106,7 @@ DRIVERS = frozenset(
         "coordinator/__main__.py",
         "coordinator/event_log/recorder.py",
         "coordinator/accounting/ledger.py",
+        "coordinator/accounting/sqlite_store.py",
         "coordinator/dashboard/site.py",
         "coordinator/main.py",
         "coordinator/policy_keeper.py",

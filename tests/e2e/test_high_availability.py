@@ -1,0 +1,177 @@
+"""Two coordinators on one PostgreSQL: one leads, the other takes over, and clients see the same tokens and exact sums."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from launcher.admin.tenants import new_key
+from launcher.local.ports import free_port
+from tests.e2e.parts import Parts, parts
+from tests.postgres_server import PostgresServer, postgres_server
+
+PROMPT, TOKENS = list(range(20, 60)), 160
+ADMITTED_S = 5.0  # on a machine that other tests share
+
+
+class Standbys(Parts):
+    """Coordinators `one` and `two`, at addresses of their own."""
+
+    binds: dict[str, str]
+    server: PostgresServer
+    options: tuple[str, ...] = ()
+    key = ""
+
+    def begin(self, server: PostgresServer, folder: Path) -> None:
+        self.server = server
+        self.binds = {name: f"tcp://127.0.0.1:{free_port('127.0.0.1')}" for name in ("one", "two")}
+        self.coordinator = ",".join(self.binds.values())
+        (self.key, key_hash), (self.limited_key, limited_hash) = new_key(), new_key()
+        file = folder / "tenants.toml"
+        file.write_text(
+            f'[tenants.many]\nkeys = ["{key_hash}"]\n'
+            f'[tenants.few]\nkeys = ["{limited_hash}"]\nlimits = {{ requests_per_min = 2, tokens_per_day = 1000000 }}\n'
+        )
+        self.options = ("--tenants", str(file))
+        for name in self.binds:
+            self.begin_coordinator(name)
+        self.start("gateway", *self.options)
+        self.start("prefill_worker")
+        self.start("decode_worker")
+        self.wait_registered(2)
+
+    def begin_coordinator(self, name: str) -> None:
+        every, self.coordinator = self.coordinator, self.binds[name]
+        self.start("coordinator", *self.options, "--database", self.server.url, "--step-tokens", "64", name=name)
+        self.coordinator = every
+
+    @property
+    def leader(self) -> str:
+        """Who listens."""
+        listening = {
+            name: [
+                one for one in psutil.Process(process.pid).net_connections("tcp") if one.status == psutil.CONN_LISTEN
+            ]
+            for name, process in self.processes.items()
+            if name in self.binds
+        }
+        ports = {name: int(address.rpartition(":")[2]) for name, address in self.binds.items()}
+        (found,) = [name for name, there in listening.items() if ports[name] in {one.laddr.port for one in there}]
+        return found
+
+    def ask(self, number: int, key: str = "", max_tokens: int = TOKENS) -> httpx.Response:
+        body = {
+            "model": self.model_id,
+            "prompt": [*PROMPT, 60 + number % 40],
+            "max_tokens": max_tokens,
+            "temperature": 0,
+        }
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        headers = {"Authorization": f"Bearer {key or self.key}"}
+        return httpx.post(f"{self.base_url}/v1/completions", json=body, headers=headers, timeout=60.0, trust_env=False)
+
+    def rows(self, statement: str) -> list[Any]:
+        import psycopg
+
+        with psycopg.connect(self.server.url, options="-c search_path=crossdock") as db:
+            return db.execute(statement).fetchall()
+
+    def wait_closed(self) -> None:
+        """Until the ledger has no open row."""
+        self.wait_idle()
+        self.wait_for("no row is open", lambda: not self.rows("SELECT 1 FROM usage WHERE outcome IS NULL"))
+
+
+class Clients:
+    """Four that send one request after another; each answer must be the one from before the faults."""
+
+    def __init__(self, up: Standbys) -> None:
+        self.up = up
+        self.expected = [self._tokens(up.ask(number)) for number in range(4)]
+        self.ended_at: list[float] = []
+        self.used = Counter(requests=4, tokens=4 * (len(PROMPT) + 1 + TOKENS))
+        self.wrong: list[str] = []
+        self._lock = threading.Lock()
+        self._enough = threading.Event()
+        self._pool = ThreadPoolExecutor(4)
+        self._running = [self._pool.submit(self._run, number) for number in range(4)]
+
+    def _tokens(self, answer: httpx.Response) -> list[int]:
+        assert answer.status_code == 200, answer.text
+        found: list[int] = answer.json()["choices"][0]["token_ids"]
+        return found
+
+    def _run(self, number: int) -> None:
+        while not self._enough.is_set():
+            answer = self.up.ask(number)
+            with self._lock:
+                if answer.status_code != 200 or self._tokens(answer) != self.expected[number]:
+                    self.wrong.append(answer.text[:300])
+                used = answer.json().get("usage", {})
+                self.used.update(requests=1, tokens=used.get("total_tokens", 0))
+                self.ended_at.append(time.monotonic())
+
+    def wait_for_more(self, count: int = 8) -> None:
+        before = len(self.ended_at)
+        self.up.wait_for("answers come", lambda: len(self.ended_at) >= before + count)
+
+    def stop(self) -> None:
+        self._enough.set()
+        for one in self._running:
+            one.result(120)
+        assert not self.wrong
+
+
+@contextmanager
+def standbys(model: Path, folder: Path) -> Iterator[Standbys]:
+    with postgres_server() as server, parts(model, kind=Standbys) as up:
+        up.begin(server, folder)
+        yield up
+
+
+def admitted_after(up: Standbys) -> float:
+    """Seconds until a new request has its answer."""
+    began = time.monotonic()
+    assert up.ask(0, max_tokens=1).status_code == 200
+    return time.monotonic() - began
+
+
+def check_sums(up: Standbys, clients: Clients, more: int = 0) -> None:
+    """The ledger has what clients got, each request once. `more`: further answers of one token."""
+    up.wait_closed()
+    amounts = "prompt_tokens + cached_tokens + output_tokens", "prompt_tokens + output_tokens", "charged_tokens"
+    sums = ", ".join(f"SUM({amount})::bigint" for amount in amounts)
+    ((requests, tokens, *charged),) = up.rows(f"SELECT COUNT(*), {sums} FROM usage WHERE tenant = 'many'")
+    expected = clients.used + Counter(requests=more, tokens=more * (len(PROMPT) + 2))
+    assert (requests, tokens) == (expected["requests"], expected["tokens"])
+    totals = up.rows(
+        "SELECT SUM(requests)::bigint, SUM(charged_tokens)::bigint FROM usage_totals WHERE tenant = 'many'"
+    )
+    assert totals == [(requests, charged[0])] and charged[0] == charged[1]
+
+
+@pytest.mark.timeout(180)
+def test_standby_takes_over_from_killed_leader(tiny: Path, tmp_path: Path) -> None:
+    """The leader is killed under load: answers have the same tokens, sums and rates are exact, and new requests come in."""
+    with standbys(tiny, tmp_path) as up:
+        assert [up.ask(0, up.limited_key, 1).status_code for _ in range(2)] == [200, 200]
+        clients = Clients(up)
+        clients.wait_for_more()
+        leader = up.leader
+        up.kill(leader)
+        took_s = admitted_after(up)
+        limited = up.ask(0, up.limited_key, 1)
+        assert limited.status_code == 429 and "requests_per_min" in limited.text
+        clients.wait_for_more()
+        assert up.leader != leader
+        clients.stop()
+        assert took_s < ADMITTED_S, took_s
+        check_sums(up, clients, more=1)

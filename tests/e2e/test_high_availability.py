@@ -38,7 +38,7 @@ class Standbys(Parts):
         file = folder / "tenants.toml"
         file.write_text(
             f'[tenants.many]\nkeys = ["{key_hash}"]\n'
-            f'[tenants.few]\nkeys = ["{limited_hash}"]\nlimits = {{ requests_per_min = 2, tokens_per_day = 1000000 }}\n'
+            f'[tenants.few]\nkeys = ["{limited_hash}"]\nlimits = {{ tokens_per_day = 50 }}\n'
         )
         self.options = ("--tenants", str(file))
         for name in self.binds:
@@ -162,14 +162,14 @@ def check_sums(up: Standbys, clients: Clients, more: int = 0) -> None:
 def test_standby_takes_over_from_killed_leader(tiny: Path, tmp_path: Path) -> None:
     """The leader is killed under load: answers have the same tokens, sums and rates are exact, and new requests come in."""
     with standbys(tiny, tmp_path) as up:
-        assert [up.ask(0, up.limited_key, 1).status_code for _ in range(2)] == [200, 200]
+        assert up.ask(0, up.limited_key, 1).status_code == 200
         clients = Clients(up)
         clients.wait_for_more()
         leader = up.leader
         up.kill(leader)
         took_s = admitted_after(up)
         limited = up.ask(0, up.limited_key, 1)
-        assert limited.status_code == 429 and "requests_per_min" in limited.text
+        assert limited.status_code == 429 and "tokens_per_day" in limited.text
         clients.wait_for_more()
         assert up.leader != leader
         clients.stop()

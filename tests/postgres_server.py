@@ -33,11 +33,9 @@ class PostgresServer:
 
     def run(self, program: str, *arguments: str) -> "subprocess.Popen[bytes]":
         """Runs a program of PostgreSQL, which refuses to be root."""
-        user = {"user": "postgres", "group": "postgres", "extra_groups": ()} if os.getuid() == 0 else {}
-        own = {} if self._inside else user
-        drop = ("setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups") if self._inside and user else ()
-        command = [*self._inside, *drop, str(self._bin / program), *arguments]
-        return subprocess.Popen(command, cwd=self.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **own)
+        as_user = ("setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups") if os.getuid() == 0 else ()
+        command = [*self._inside, *as_user, str(self._bin / program), *arguments]
+        return subprocess.Popen(command, cwd=self.folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def create(self) -> None:
         if os.getuid() == 0:

@@ -95,15 +95,15 @@ def _check_advertised(value: str) -> str:
     raise ValueError("is not an address that others can connect to, like 10.0.0.5 or tcp://10.0.0.5:7070")
 
 
-def check_database(url: str) -> None:
+def check_database(option: str, url: str) -> None:
     """Raises `ValueError`, whose text does not show the URL, since that may have a password."""
     parts = urlsplit(url)
     if parts.scheme not in ("postgresql", "postgres") or not parts.path.strip("/"):
-        raise ValueError("--database: is not a URL like postgresql://USER@HOST/NAME")
+        raise ValueError(f"{option}: is not a URL like postgresql://USER@HOST/NAME")
     if parts.password or any("password" in name for name in parse_qs(parts.query, keep_blank_values=True)):
         raise ValueError(
-            "--database: has a password, which ps and logs would show; give it as PGPASSWORD in the environment, or in a file"
-            " that ?passfile=FILE names"
+            f"{option}: has a password, which ps and logs would show; give it as PGPASSWORD in the environment, or in the file"
+            " of ?passfile=FILE"
         )
 
 

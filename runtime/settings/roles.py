@@ -113,7 +113,7 @@ class CoordinatorSettings(CommonSettings):
     @model_validator(mode="after")
     def _check_leadership(self) -> Self:
         if self.database:
-            check_database(self.database)
+            check_database("--database", self.database)
             if self.usage_db or self.standby:
                 raise ValueError("--database: takes the place of --usage-db and --standby; leave them out")
         if self.standby and not self.usage_db:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.accounting import sqlite_store
+from coordinator.accounting import sqlite_store, statements
 from coordinator.accounting.billing import Closed, Entry, Opened, Past
 from coordinator.accounting.ledger import Ledger
 from coordinator.accounting.past import day_text
@@ -78,7 +78,7 @@ def test_totals_equal_sum_of_rows(tmp_path: Path, seed: int) -> None:
             case 1:
                 db.execute("COMMIT")
                 db.execute("UPDATE usage SET accepted_s = accepted_s - 1000 WHERE request_id < ?", (f"r{seed}",))
-                db.execute(sqlite_store.PRUNE, (db.execute("SELECT MAX(accepted_s) FROM usage").fetchone()[0], 7))
+                db.execute(statements.PRUNE, (db.execute("SELECT MAX(accepted_s) FROM usage").fetchone()[0], 7))
             case _:
                 db.execute("COMMIT")
         assert totals(db) == sums(db)

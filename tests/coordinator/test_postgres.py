@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from coordinator.accounting.ledger import LATE_S, Ledger, LedgerError, StorageUn
 from coordinator.accounting.sqlite_store import SqliteStore
 from coordinator.policy_keeper import PolicyStoreError
 from coordinator.recovery.lease import LeaseRow
+from launcher.admin.usage import NoLedger, UsageSettings, read
 from runtime.process import clock
 from tests.coordinator.ledger_words import closed, opened
 from tests.coordinator.test_ledger_totals import DAYS, random_entry
@@ -54,7 +56,7 @@ def lead(url: str, holder: str = "one") -> int:
     return row.term + 1
 
 
-def test_rows_are_those_of_sqlite(url: str, tmp_path: Any) -> None:
+def test_rows_are_those_of_sqlite(url: str, tmp_path: Path) -> None:
     """Random entries leave the same rows, sums and open bills in PostgreSQL and in SQLite."""
     source, term = random.Random(3), lead(url)
     stores = [postgres.PostgresStore(url, term), SqliteStore(tmp_path / "usage.sqlite")]
@@ -207,3 +209,20 @@ def test_lost_answer_changes_no_amount(url: str) -> None:
     for _ in range(2):
         store.commit([again, closed("r")])
     assert query(url, "SELECT outcome, charged_tokens FROM usage") == [("finished", closed("r").charged_tokens)]
+
+
+def test_usage_is_shown_from_postgres(url: str, tmp_path: Path) -> None:
+    """`crossdock usage --db postgresql://…` shows what it shows of a file with the same entries."""
+    source, term = random.Random(5), lead(url)
+    entries = [random_entry(source) for _ in range(100)]
+    path = tmp_path / "usage.sqlite"
+    for store in (postgres.PostgresStore(url, term), SqliteStore(path)):
+        store.open()
+        store.commit(entries)
+        store.close()
+    for tenant in ("", "a"):
+        shown = [read(UsageSettings(db=db, tenant=tenant)) for db in (url, str(path))]
+        assert shown[0] == shown[1] and len(shown[0]) >= 2
+    with pytest.raises(NoLedger, match="--db: has a password") as refused:
+        read(UsageSettings(db="postgresql://u:secret@h/d"))
+    assert "secret" not in str(refused.value)

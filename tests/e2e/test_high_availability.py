@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from launcher.admin.tenants import new_key
 from launcher.local.ports import free_port
+from tests.e2e.netns import Network, network
 from tests.e2e.parts import Parts, parts
 from tests.postgres_server import PostgresServer, postgres_server
 
 PROMPT, TOKENS = list(range(20, 60)), 160
+ROUNDS = int(os.environ.get("CROSSDOCK_LEADER_FAULTS", "10"))
+FAULTS = ("kill", "cut", "stop", "restart", "end")
 ADMITTED_S = 5.0  # on a machine that other tests share
 
 
@@ -27,12 +29,16 @@ class Standbys(Parts):
 
     binds: dict[str, str]
     server: PostgresServer
+    net: Network | None
     options: tuple[str, ...] = ()
     key = ""
 
-    def begin(self, server: PostgresServer, folder: Path) -> None:
-        self.server = server
-        self.binds = {name: f"tcp://127.0.0.1:{free_port('127.0.0.1')}" for name in ("one", "two")}
+    def begin(self, server: PostgresServer, folder: Path, net: Network | None = None) -> None:
+        """`net`: each coordinator is on a host of its own."""
+        self.server, self.net = server, net
+        self.binds = {
+            name: f"tcp://{net.host(name) if net else '127.0.0.1'}:{free_port('127.0.0.1')}" for name in ("one", "two")
+        }
         self.coordinator = ",".join(self.binds.values())
         (self.key, key_hash), (self.limited_key, limited_hash) = new_key(), new_key()
         file = folder / "tenants.toml"
@@ -50,22 +56,14 @@ class Standbys(Parts):
 
     def begin_coordinator(self, name: str) -> None:
         every, self.coordinator = self.coordinator, self.binds[name]
-        self.start("coordinator", *self.options, "--database", self.server.url, "--step-tokens", "64", name=name)
+        options = (*self.options, "--database", self.server.url, "--step-tokens", "64", "--insecure")
+        self.start("coordinator", *options, name=name, inside=self.net.inside(name) if self.net else ())
         self.coordinator = every
 
     @property
     def leader(self) -> str:
-        """Who listens."""
-        listening = {
-            name: [
-                one for one in psutil.Process(process.pid).net_connections("tcp") if one.status == psutil.CONN_LISTEN
-            ]
-            for name, process in self.processes.items()
-            if name in self.binds
-        }
-        ports = {name: int(address.rpartition(":")[2]) for name, address in self.binds.items()}
-        (found,) = [name for name, there in listening.items() if ports[name] in {one.laddr.port for one in there}]
-        return found
+        ((holder,),) = self.rows("SELECT holder FROM lease")
+        return str(holder).partition("@")[0]
 
     def ask(self, number: int, key: str = "", max_tokens: int = TOKENS) -> httpx.Response:
         body = {
@@ -175,3 +173,62 @@ def test_standby_takes_over_from_killed_leader(tiny: Path, tmp_path: Path) -> No
         clients.stop()
         assert took_s < ADMITTED_S, took_s
         check_sums(up, clients, more=1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_hosts_of_leaders_die_again_and_again(tiny: Path, tmp_path: Path) -> None:
+    """Leaders are killed, cut off, stopped and told to end, and the database restarts: the same tokens, and exact sums."""
+    took: dict[str, list[float]] = defaultdict(list)
+    with network() as net:
+        address = net.host("db")
+        with postgres_server(address, tuple(net.inside("db"))) as server, parts(tiny, kind=Standbys) as up:
+            up.begin(server, tmp_path, net)
+            clients = Clients(up)
+            for number in range(ROUNDS):
+                clients.wait_for_more(4)
+                leader, fault = up.leader, FAULTS[number % len(FAULTS)]
+                hurt(up, leader, fault)
+                took[fault].append(admitted_after(up))
+                if fault != "restart":
+                    assert up.leader != leader
+                mend(up, leader, fault)
+            clients.stop()
+            check_sums(up, clients, more=ROUNDS)
+            terms = sum("leads" in line and '"term"' in line for line in up.output)
+            assert up.rows("SELECT term FROM lease") == [(terms,)], "each term had one leader"
+    print({fault: [round(one, 1) for one in sorted(times)] for fault, times in took.items()})  # noqa: T201
+    every = sorted(one for times in took.values() for one in times)
+    assert every[int(0.99 * len(every))] < 2 * ADMITTED_S
+
+
+def hurt(up: Standbys, leader: str, fault: str) -> None:
+    match fault:
+        case "kill":
+            up.kill(leader)
+        case "cut":
+            assert up.net is not None
+            up.net.cut(leader)
+        case "stop":
+            up.processes[leader].send_signal(signal.SIGSTOP)
+        case "end":
+            up.processes[leader].send_signal(signal.SIGTERM)
+            assert up.processes.pop(leader).wait(30) == 0
+        case "restart":
+            up.server.stop()
+            time.sleep(0.5)
+            up.server.start()
+
+
+def mend(up: Standbys, leader: str, fault: str) -> None:
+    """Afterwards the former leader stands by."""
+    match fault:
+        case "kill" | "end":
+            up.begin_coordinator(leader)
+            before = len(up.output)
+            up.wait_for("it stands by", lambda: any("standing by" in line for line in up.output[before:]))
+        case "cut":
+            assert up.net is not None
+            up.net.heal(leader)
+        case "stop":
+            up.processes[leader].send_signal(signal.SIGCONT)

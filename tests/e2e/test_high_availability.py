@@ -1,5 +1,7 @@
 """Two coordinators on one PostgreSQL: one leads, the other takes over, and clients see the same tokens and exact sums."""
 
+import os
+import signal
 import threading
 import time
 from collections import Counter, defaultdict
@@ -12,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from coordinator.recovery.lease import LEASE_S
 from launcher.admin.tenants import new_key
 from launcher.local.ports import free_port
 from tests.e2e.netns import Network, network
@@ -19,8 +22,8 @@ from tests.e2e.parts import Parts, parts
 from tests.postgres_server import PostgresServer, postgres_server
 
 PROMPT, TOKENS = list(range(20, 60)), 160
-ROUNDS = int(os.environ.get("CROSSDOCK_LEADER_FAULTS", "10"))
-FAULTS = ("kill", "cut", "stop", "restart", "end")
+ROUNDS = int(os.environ.get("CROSSDOCK_LEADER_FAULTS", "12"))
+FAULTS = ("kill", "cut", "stop", "restart", "end", "outage")
 ADMITTED_S = 5.0  # on a machine that other tests share
 
 
@@ -190,7 +193,7 @@ def test_hosts_of_leaders_die_again_and_again(tiny: Path, tmp_path: Path) -> Non
                 leader, fault = up.leader, FAULTS[number % len(FAULTS)]
                 hurt(up, leader, fault)
                 took[fault].append(admitted_after(up))
-                if fault != "restart":
+                if fault not in ("restart", "outage"):
                     assert up.leader != leader
                 mend(up, leader, fault)
             clients.stop()
@@ -214,9 +217,9 @@ def hurt(up: Standbys, leader: str, fault: str) -> None:
         case "end":
             up.processes[leader].send_signal(signal.SIGTERM)
             assert up.processes.pop(leader).wait(30) == 0
-        case "restart":
+        case "restart" | "outage":
             up.server.stop()
-            time.sleep(0.5)
+            time.sleep(0.5 if fault == "restart" else LEASE_S + 1.0)
             up.server.start()
 
 

@@ -31,10 +31,10 @@ from coordinator.events import (
     StateChanged,
     Tick,
 )
-from coordinator.leader_lease import LeaderLease
 from coordinator.outbox import Outbox
 from coordinator.policy_keeper import PolicyFile, PolicyKeeper, PolicyStore, PolicyStoreError
 from coordinator.policy_versions import PolicyInForce
+from coordinator.postgres.leader_lease import LeaderLease
 from coordinator.recovery.stall_detector import StallDetector
 from coordinator.reporting import status
 from coordinator.reporting.attempt_times import AttemptClock

@@ -1,6 +1,6 @@
 """Runs a coordinator: waits until it leads, serves, and begins anew after each absence.
 
-With `--database`, leadership is a lease in it (`leader_lease`). With `--usage-db`, it is a lock on `FILE.lock`, kept until the
+With `--database`, leadership is a lease in it (`postgres`). With `--usage-db`, it is a lock on `FILE.lock`, kept until the
 process ends. The kernel then passes the lock on, no matter how the process ended. A standby has loaded everything by then, and
 serves within milliseconds. A restart without a standby takes the time of a Python start, about a second of CPU.
 
@@ -17,8 +17,8 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any, Final
 
-from coordinator.leader_lease import LeaderLease, NotLeader
 from coordinator.main import Coordinator
+from coordinator.postgres.leader_lease import LeaderLease, NotLeader
 from runtime.metrics import server
 from runtime.process import log, notify
 from runtime.process.driver import Stop, run_process

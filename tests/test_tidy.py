@@ -108,10 +108,10 @@ DRIVERS = frozenset(
         "coordinator/accounting/ledger.py",
         "coordinator/accounting/sqlite_store.py",
         "coordinator/dashboard/site.py",
-        "coordinator/leader_lease.py",
+        "coordinator/postgres/leader_lease.py",
         "coordinator/main.py",
         "coordinator/policy_keeper.py",
-        "coordinator/postgres.py",
+        "coordinator/postgres/database.py",
         "coordinator/serve.py",
     }
 )

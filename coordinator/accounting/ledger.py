@@ -1,5 +1,5 @@
 """The usage ledger: written by one thread of its own, one row for each accepted request. Its rows are in a SQLite file
-(`sqlite_store`) or in PostgreSQL (`coordinator.postgres`).
+(`sqlite_store`) or in PostgreSQL (`coordinator.postgres.database`).
 
 **Journalled before it is acknowledged.** A request's row is written when it is accepted, open and charged at its estimate, and
 nothing about the request (its acceptance, its order to a worker) leaves the coordinator until that row is committed

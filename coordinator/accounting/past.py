@@ -1,4 +1,4 @@
-"""What a coordinator reads of a ledger when it starts, from rows of a store. Pure.
+"""Makes the bills, charges and rates of a coordinator that starts from rows of its ledger. Pure.
 
 **No row keeps a coordinator from starting.** Other programs may have written to the store, and disks fail. So a row that this
 program would not write is left out and counted.

@@ -114,9 +114,9 @@ def _from_file(db: str, queries: Iterable[str], parameters: Sequence[Any]) -> li
 def _from_postgres(url: str, queries: Iterable[str], parameters: Sequence[Any]) -> list[list[Any]]:
     try:
         check_database("--db", url)
-        from coordinator.postgres import Session, translated
+        from coordinator.postgres.database import PostgresSession, translated
 
-        with Session(url, _ANSWER_S).transaction() as read:
+        with PostgresSession(url, _ANSWER_S).transaction() as read:
             translations = [translated(query.replace("TOTAL(", "SUM(")) for query in queries]
             return [read.execute(query, parameters).fetchall() for query in translations]
     except ImportError as error:

@@ -23,7 +23,7 @@ NEVER_MS = 3_600_000
 """An interval so long that libzmq never reconnects by itself, because the socket is closed before. Turning reconnection off
 (-1) would also discard messages that arrived just before the connection ended, and would not report a refused connection."""
 
-QUICK_S: Final = 0.5
+QUICK_S: Final = 0.4
 """How long the handshake may take where there are several addresses: the host of one may be off, and answer nothing."""
 QUICK_TRIES: Final = 16  # after that, every host may be just slow
 
@@ -98,7 +98,8 @@ class LinkClient:
                 self._failed_in_row += 1
                 self._tries += 1
                 pause_ms = min(2 * pause_ms, self._settings.reconnect_ms_max)
-            await asyncio.sleep(pause_ms / 1000 * random.uniform(0.5, 1.0))
+            # Each address is tried as often as a single one would be.
+            await asyncio.sleep(pause_ms / 1000 / len(self._addresses) * random.uniform(0.5, 1.0))
 
     async def _one_link(self) -> bool:
         """Runs one socket from connect to close; True if it was welcomed."""

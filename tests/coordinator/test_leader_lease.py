@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.leader_lease import LeaderLease, NotLeader
-from coordinator.recovery.lease import LEASE_S, MARGIN_S
+from coordinator.postgres.leader_lease import LeaderLease, NotLeader
+from coordinator.postgres.lease import LEASE_S, MARGIN_S
 from runtime.process import clock
 from runtime.process.driver import Stop
 from runtime.process.exits import ConfigError
@@ -135,8 +135,8 @@ def test_foreign_tables_are_refused(server: PostgresServer) -> None:
 
 
 def test_missing_psycopg_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "coordinator.postgres", raising=False)
-    monkeypatch.delattr("coordinator.postgres", raising=False)
+    monkeypatch.delitem(sys.modules, "coordinator.postgres.database", raising=False)
+    monkeypatch.delattr("coordinator.postgres.database", raising=False)
     monkeypatch.setitem(sys.modules, "psycopg", None)
     with pytest.raises(ConfigError, match=r"--database: needs psycopg 3; install crossdock\[postgresql\]"):
         LeaderLease("postgresql://h/d", "one")

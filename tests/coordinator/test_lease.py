@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from coordinator.recovery.lease import LEASE_S, MARGIN_S, Lease, LeaseRow
+from coordinator.postgres.lease import LEASE_S, MARGIN_S, Lease, LeaseRow
 
 ROW = LeaseRow(7, 3, "one")
 

@@ -16,7 +16,7 @@ from coordinator.accounting.billing import Past
 from coordinator.accounting.ledger import LATE_S, Ledger, LedgerError, StorageUnavailable
 from coordinator.accounting.sqlite_store import SqliteStore
 from coordinator.policy_keeper import PolicyStoreError
-from coordinator.recovery.lease import LeaseRow
+from coordinator.postgres.lease import LeaseRow
 from launcher.admin.usage import NoLedger, UsageSettings, read
 from runtime.process import clock
 from tests.coordinator.ledger_words import closed, opened
@@ -25,7 +25,7 @@ from tests.helpers import until
 from tests.postgres_server import PostgresServer, postgres_server
 
 psycopg = pytest.importorskip("psycopg")
-postgres: Any = pytest.importorskip("coordinator.postgres")
+postgres: Any = pytest.importorskip("coordinator.postgres.database")
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_takeover_waits_for_open_writes(url: str) -> None:
 def test_stalled_transaction_delays_no_takeover(url: str) -> None:
     """A host that is cut off in the middle of a transaction holds its lock for half a second."""
     term = lead(url)
-    session = postgres.Session(url, 10.0)
+    session = postgres.PostgresSession(url, 10.0)
     began = time.monotonic()
     with pytest.raises(StorageUnavailable), session.transaction(term) as db:  # noqa: PT012
         db.execute("SELECT 1").fetchone()

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.recovery.lease import LEASE_S
+from coordinator.postgres.lease import LEASE_S
 from launcher.admin.tenants import new_key
 from launcher.local.ports import free_port
 from tests.e2e.netns import Network, network

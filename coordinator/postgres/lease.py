@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 LEASE_S: Final = 2.0
 MARGIN_S: Final = 0.4
 RENEW_S: Final = 0.4  # between two renewals
-POLL_S: Final = 0.2  # between two looks of a standby
+POLL_S: Final = 0.1  # between two looks of a standby
 
 
 class LeaseRow(NamedTuple):

@@ -1,10 +1,10 @@
-"""Leadership by a lease in PostgreSQL: coordinators on any hosts stand by until it is theirs. `recovery.lease` decides."""
+"""Leadership by a lease in PostgreSQL: coordinators on any hosts stand by until it is theirs. `lease` decides."""
 
 import asyncio
 
 from coordinator.accounting.ledger import LedgerError, StorageUnavailable, UsageStore
 from coordinator.policy_keeper import PolicyStore
-from coordinator.recovery.lease import POLL_S, RENEW_S, Lease
+from coordinator.postgres.lease import POLL_S, RENEW_S, Lease
 from proto.errors import CrossdockError
 from runtime.process import clock, log
 from runtime.process.driver import Stop, cancelled, watched
@@ -23,12 +23,12 @@ class LeaderLease:
     def __init__(self, url: str, holder: str) -> None:
         """Raises `ConfigError`."""
         try:
-            from coordinator import postgres
+            from coordinator.postgres import database
         except ImportError as error:
             raise ConfigError(f"--database: needs psycopg 3; install crossdock[postgresql] ({error})") from None
-        self._postgres, self._url, self._holder = postgres, url, holder
+        self._database, self._url, self._holder = database, url, holder
         try:
-            self._table = postgres.LeaseTable(url)
+            self._table = database.LeaseTable(url)
         except LedgerError as error:
             raise ConfigError(f"--database: {error}") from None
         self.name = self._table.name
@@ -43,7 +43,7 @@ class LeaderLease:
     def stores(self) -> tuple[UsageStore, PolicyStore]:
         """The ledger and the policies, to be written in the present term alone."""
         term = self._lease.term
-        return self._postgres.PostgresStore(self._url, term), self._postgres.PostgresPolicies(self._url, term)
+        return self._database.PostgresStore(self._url, term), self._database.PostgresPolicies(self._url, term)
 
     async def acquire(self, stop: Stop) -> bool:
         """Wait for the lease and keep it from then on. Returns False if `stop` came first. Raises `NotLeader`."""

@@ -26,7 +26,7 @@ from coordinator.accounting.ledger import LedgerError, StorageUnavailable
 from coordinator.accounting.past import OPEN_MAX, RECENT_MAX, RECENT_S, day_text, past_of
 from coordinator.accounting.statements import LAST_MINUTE, OF_DAY, PRUNE, READ_OPEN, SCHEMA, VERSION, statement_of
 from coordinator.policy_keeper import PolicyStoreError
-from coordinator.recovery.lease import LeaseRow
+from coordinator.postgres.lease import LeaseRow
 from runtime.process import clock
 
 CONNECT_S: Final = 2  # the least that libpq takes
@@ -93,7 +93,7 @@ def translated(statement: str) -> str:
     return re.sub(r":(\w+)", r"%(\1)s", statement)
 
 
-class Session:
+class PostgresSession:
     """One connection, which is made when it is needed, and again after an error."""
 
     def __init__(self, url: str, answer_s: float) -> None:
@@ -177,7 +177,7 @@ class LeaseTable:
     """Reads and changes the lease's row; makes all tables at the first use. Each method may raise `LedgerError`."""
 
     def __init__(self, url: str) -> None:
-        self._session = Session(url, LEASE_ANSWER_S)
+        self._session = PostgresSession(url, LEASE_ANSWER_S)
         self.name = self._session.name
         self._is_prepared = False
 
@@ -234,7 +234,7 @@ class PostgresStore:
     """The rows of the usage ledger, written in one term."""
 
     def __init__(self, url: str, term: int) -> None:
-        self._session = Session(url, ANSWER_S)
+        self._session = PostgresSession(url, ANSWER_S)
         self.name = self._session.name
         self._term = term
         self._ahead_s = 0.0  # the server's clock; it counts, since leaders on several hosts write times
@@ -271,7 +271,7 @@ class PostgresPolicies:
     """The versions of the policy, written in one term."""
 
     def __init__(self, url: str, term: int) -> None:
-        self._session = Session(url, ANSWER_S)
+        self._session = PostgresSession(url, ANSWER_S)
         self.name = self._session.name
         self._term = term
 

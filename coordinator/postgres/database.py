@@ -32,6 +32,7 @@ from runtime.process import clock
 CONNECT_S: Final = 2  # the least that libpq takes
 LEASE_ANSWER_S: Final = 1.0
 ANSWER_S: Final = 10.0
+ROWS_MAX: Final = 512  # in one transaction, which the next leader may wait for
 _PASSING: Final = ("25006", "25P03")  # read only, as after a failover; a transaction that stood still
 _SESSION: Final = (
     "-c search_path=crossdock -c statement_timeout=8s -c lock_timeout=1s -c idle_in_transaction_session_timeout=500ms"
@@ -252,11 +253,12 @@ class PostgresStore:
 
     def commit(self, entries: Sequence[Entry]) -> None:
         """The same entries may be written again if the answer to a commit is lost. That changes no amount."""
-        with self._session.transaction(self._term) as db:
-            for entry in entries:
-                statement, values = statement_of(entry, clock.unix_time() + self._ahead_s)
-                texts = {key: value.replace("\0", "") for key, value in values.items() if isinstance(value, str)}
-                db.execute(translated(statement), values | texts)
+        for first in range(0, len(entries), ROWS_MAX):
+            with self._session.transaction(self._term) as db:
+                for entry in entries[first : first + ROWS_MAX]:
+                    statement, values = statement_of(entry, clock.unix_time() + self._ahead_s)
+                    texts = {key: value.replace("\0", "") for key, value in values.items() if isinstance(value, str)}
+                    db.execute(translated(statement), values | texts)
 
     def prune(self, before_s: float, rows_max: int) -> int:
         with self._session.transaction(self._term) as db:

@@ -88,6 +88,9 @@ BREAKS: Final[dict[str, Break]] = {
         "(StorageUnavailable if _may_pass(error) else LedgerError)",
         "LedgerError",
     ),
+    "tests/runtime/test_database_option.py::test_bad_database_option_is_refused": Break(
+        "runtime/settings/addresses.py", "if parts.password or any(", "if any("
+    ),
     "tests/coordinator/test_policy.py::test_policy_without_tenants_is_refused": Break(
         "coordinator/policy_versions.py", "if old and not old & new:", "if False:"
     ),

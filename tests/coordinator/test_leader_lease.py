@@ -15,8 +15,6 @@ from coordinator.postgres.lease import LEASE_S, MARGIN_S
 from runtime.process import clock
 from runtime.process.driver import Stop
 from runtime.process.exits import ConfigError
-from runtime.settings.options import SettingsError, checked
-from runtime.settings.roles import CoordinatorSettings
 from tests.coordinator.test_postgres import query
 from tests.postgres_server import PostgresServer, postgres_server
 
@@ -146,20 +144,3 @@ def test_password_stays_out_of_messages(tmp_path: Path) -> None:
     """The name of a database in messages has neither user nor password."""
     pytest.importorskip("psycopg")
     assert LeaderLease("postgresql://u:secret@h:5/d?passfile=/p", "one").name == "postgresql://h/d"
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"database": "postgresql://u:secret@h/d"}, "--database: has a password"),
-        ({"database": "postgresql://u@h/d?password=secret"}, "--database: has a password"),
-        ({"database": "mysql://u:secret@h/d"}, "--database: is not a URL like postgresql://"),
-        ({"database": "postgresql://u@h/d", "usage_db": "f"}, "--database: takes the place of --usage-db"),
-        ({"database": "postgresql://u@h/d", "standby": "true"}, "--database: takes the place of --usage-db"),
-    ],
-)
-def test_bad_database_option_is_refused(options: dict[str, str], why: str) -> None:
-    """A database with a password in its URL, or beside a file, is refused, and the password is not shown."""
-    with pytest.raises(SettingsError) as refused:
-        checked(CoordinatorSettings, options)
-    assert why in str(refused.value) and "secret" not in str(refused.value)

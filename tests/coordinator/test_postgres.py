@@ -49,11 +49,15 @@ def query(url: str, statement: str) -> list[Any]:
 
 def lead(url: str, holder: str = "one") -> int:
     """Take the lease from whoever has it; returns the term."""
-    table = postgres.LeaseTable(url)
-    row = table.read()
-    assert table.take(row, holder)
-    table.close()
-    return row.term + 1
+    table, until_s = postgres.LeaseTable(url), time.monotonic() + 20.0
+    while True:
+        try:
+            row: LeaseRow = table.read()
+            if table.take(row, holder):
+                table.close()
+                return row.term + 1
+        except StorageUnavailable:
+            assert time.monotonic() < until_s
 
 
 def test_rows_are_those_of_sqlite(url: str, tmp_path: Path) -> None:
@@ -138,7 +142,7 @@ def test_stalled_transaction_delays_no_takeover(url: str) -> None:
 
     with pytest.raises(StorageUnavailable):
         stall()
-    assert 0.3 < took_s[0] < 3
+    assert 0.3 < took_s[0] < 5
 
 
 def test_lease_is_taken_once(url: str) -> None:

@@ -5,8 +5,9 @@ this coordinator leads (`check_term`); else PostgreSQL refuses the transaction. 
 these locks. So when it reads the ledger, everything that earlier leaders wrote is there, and nothing can be added. Renewals
 change no key of the row; so they do not wait for the ledger's transactions, nor these for them.
 
-**Bounded waits.** The server ends statements that are too slow and transactions that stand still, such as those of a host
-that was cut off. A timer shuts the connection down when no answer comes, for which libpq has no limit.
+**Bounded waits.** A host that stands still or is cut off may hold its lock for hours, so whoever takes the lease first ends
+the sessions of the term before. The server ends statements that are too slow. A timer shuts the connection down when no answer
+comes, for which libpq has no limit.
 """
 
 import os
@@ -33,10 +34,12 @@ CONNECT_S: Final = 2  # the least that libpq takes
 LEASE_ANSWER_S: Final = 1.0
 ANSWER_S: Final = 10.0
 ROWS_MAX: Final = 512  # in one transaction, which the next leader may wait for
-_PASSING: Final = ("25006", "25P03")  # read only, as after a failover; a transaction that stood still
-_SESSION: Final = (
-    "-c search_path=crossdock -c statement_timeout=8s -c lock_timeout=1s -c idle_in_transaction_session_timeout=500ms"
-)
+_READ_ONLY: Final = "25006"  # SQLSTATE, as after a failover
+_SESSION: Final = "-c search_path=crossdock -c statement_timeout=8s -c lock_timeout=1s"
+_END_SESSIONS: Final = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+WHERE application_name = %s AND usename = current_user AND datname = current_database()
+"""
 _DIALECT: Final = {
     "?": "%s",
     "MAX(": "GREATEST(",
@@ -94,11 +97,16 @@ def translated(statement: str) -> str:
     return re.sub(r":(\w+)", r"%(\1)s", statement)
 
 
+def _session_name(term: int | None) -> str:
+    return "crossdock" if term is None else f"crossdock term {term}"
+
+
 class PostgresSession:
     """One connection, which is made when it is needed, and again after an error."""
 
-    def __init__(self, url: str, answer_s: float) -> None:
-        """Raises `LedgerError` where the URL is not one of libpq."""
+    def __init__(self, url: str, answer_s: float, term: int | None = None) -> None:
+        """`term`: a transaction fails if this is not the term of the lease until its end. Raises `LedgerError` where the URL
+        is not one of libpq."""
         try:
             given = psycopg.conninfo.conninfo_to_dict(url)
         except psycopg.Error as error:
@@ -110,24 +118,24 @@ class PostgresSession:
             "keepalives_idle": 1,
             "keepalives_interval": 1,
             "keepalives_count": 3,
-            "application_name": "crossdock",
             **given,
+            "application_name": _session_name(term),
             "options": f"{given.get('options', '')} {_SESSION}",
         }
-        self._answer_s = answer_s
+        self._answer_s, self._term = answer_s, term
         self._connection: psycopg.Connection | None = None
         self._lock = threading.Lock()
 
     @contextmanager
-    def transaction(self, term: int | None = None) -> Iterator[psycopg.Connection]:
+    def transaction(self) -> Iterator[psycopg.Connection]:
         """Statements are sent without waiting for each other's results. Raises `StorageUnavailable` if another try may succeed,
-        otherwise `LedgerError`. `term`: the transaction fails if it is not that of the lease until the end."""
+        otherwise `LedgerError`."""
         with self._lock:
             try:
                 connection = self._connect()
                 with self._bounded(connection), connection.pipeline(), connection.transaction():
-                    if term is not None:
-                        connection.execute("SELECT check_term(%s)", (term,))
+                    if self._term is not None:
+                        connection.execute("SELECT check_term(%s)", (self._term,))
                     yield connection
             except psycopg.Error as error:
                 self._close()
@@ -170,7 +178,7 @@ def _shut_down(connection: psycopg.Connection) -> None:
 
 def _failure(error: psycopg.Error) -> LedgerError:
     why = str(error).partition("\n")[0] or type(error).__name__
-    passing = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) or error.sqlstate in _PASSING
+    passing = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) or error.sqlstate == _READ_ONLY
     return (StorageUnavailable if passing else LedgerError)(why)
 
 
@@ -194,6 +202,7 @@ class LeaseTable:
 
     def take(self, row: LeaseRow, holder: str) -> bool:
         """Begin the next term, unless the row has changed meanwhile."""
+        self._change(_END_SESSIONS, (_session_name(row.term),))
         return self._change(
             "UPDATE lease SET term = term + 1, renewals = 0, holder = %s WHERE term = %s AND renewals = %s AND holder = %s",
             (holder, *row),
@@ -235,15 +244,14 @@ class PostgresStore:
     """The rows of the usage ledger, written in one term."""
 
     def __init__(self, url: str, term: int) -> None:
-        self._session = PostgresSession(url, ANSWER_S)
+        self._session = PostgresSession(url, ANSWER_S, term)
         self.name = self._session.name
-        self._term = term
         self._ahead_s = 0.0  # the server's clock; it counts, since leaders on several hosts write times
 
     def open(self) -> None: ...
 
     def read(self, today: int) -> tuple[Past, int]:
-        with self._session.transaction(self._term) as db:
+        with self._session.transaction() as db:
             unix_s = float(_row(db.execute("SELECT extract(epoch FROM clock_timestamp())"))[0])
             opened = db.execute(translated(READ_OPEN), (OPEN_MAX,))
             totals = db.execute(translated(OF_DAY), (day_text(today),))
@@ -254,14 +262,14 @@ class PostgresStore:
     def commit(self, entries: Sequence[Entry]) -> None:
         """The same entries may be written again if the answer to a commit is lost. That changes no amount."""
         for first in range(0, len(entries), ROWS_MAX):
-            with self._session.transaction(self._term) as db:
+            with self._session.transaction() as db:
                 for entry in entries[first : first + ROWS_MAX]:
                     statement, values = statement_of(entry, clock.unix_time() + self._ahead_s)
                     texts = {key: value.replace("\0", "") for key, value in values.items() if isinstance(value, str)}
                     db.execute(translated(statement), values | texts)
 
     def prune(self, before_s: float, rows_max: int) -> int:
-        with self._session.transaction(self._term) as db:
+        with self._session.transaction() as db:
             deleted = db.execute(translated(PRUNE), (before_s, rows_max))
         return deleted.rowcount
 
@@ -273,17 +281,16 @@ class PostgresPolicies:
     """The versions of the policy, written in one term."""
 
     def __init__(self, url: str, term: int) -> None:
-        self._session = PostgresSession(url, ANSWER_S)
+        self._session = PostgresSession(url, ANSWER_S, term)
         self.name = self._session.name
-        self._term = term
 
     def read(self) -> bytes:
-        with _as_policy_error(), self._session.transaction(self._term) as db:
+        with _as_policy_error(), self._session.transaction() as db:
             row = db.execute("SELECT content FROM policies").fetchone()
         return row[0].encode() if row is not None else b""
 
     def write(self, content: bytes) -> None:
-        with _as_policy_error(), self._session.transaction(self._term) as db:
+        with _as_policy_error(), self._session.transaction() as db:
             db.execute("DELETE FROM policies")
             db.execute("INSERT INTO policies VALUES (%s)", (content.decode(),))
 

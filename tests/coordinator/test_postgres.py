@@ -96,11 +96,13 @@ def test_old_term_cannot_write(url: str) -> None:
     store.commit([opened("r")])
     policies.write(b"{}")
     assert lead(url, "two") == term + 1
-    with pytest.raises(LedgerError, match=f"term {term} is over") as refused:
-        store.commit([opened("late"), closed("r")])
+    for _ in range(2):  # the first one finds that its session was ended
+        with pytest.raises(LedgerError) as refused:
+            store.commit([opened("late"), closed("r")])
+        with pytest.raises(PolicyStoreError) as not_written:
+            policies.write(b"[]")
     assert not isinstance(refused.value, StorageUnavailable)
-    with pytest.raises(PolicyStoreError, match=f"term {term} is over"):
-        policies.write(b"[]")
+    assert f"term {term} is over" in str(refused.value) and f"term {term} is over" in str(not_written.value)
     assert query(url, "SELECT request_id, outcome FROM usage") == [("r", None)]
     assert postgres.PostgresPolicies(url, term + 1).read() == b"{}"
 
@@ -128,12 +130,12 @@ def test_takeover_waits_for_open_writes(url: str) -> None:
 
 
 def test_stalled_transaction_delays_no_takeover(url: str) -> None:
-    """A host that is cut off in the middle of a transaction holds its lock for half a second."""
+    """A host that is cut off in the middle of a transaction does not keep its lock from the next leader."""
     term = lead(url)
     took_s: list[float] = []
 
     def stall() -> None:
-        with postgres.PostgresSession(url, 10.0).transaction(term) as db:
+        with postgres.PostgresSession(url, 30.0, term).transaction() as db:
             db.execute("SELECT 1").fetchone()
             began = time.monotonic()
             assert lead(url, "two") == term + 1
@@ -142,7 +144,7 @@ def test_stalled_transaction_delays_no_takeover(url: str) -> None:
 
     with pytest.raises(StorageUnavailable):
         stall()
-    assert 0.3 < took_s[0] < 5
+    assert took_s[0] < 5
 
 
 def test_lease_is_taken_once(url: str) -> None:

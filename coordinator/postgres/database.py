@@ -5,7 +5,7 @@ this coordinator leads (`check_term`); else PostgreSQL refuses the transaction. 
 these locks. So when it reads the ledger, everything that earlier leaders wrote is there, and nothing can be added. Renewals
 change no key of the row; so they do not wait for the ledger's transactions, nor these for them.
 
-**Bounded waits.** A host that stands still or is cut off may hold its lock for hours, so whoever takes the lease first ends
+**Bounded waits.** A host that stands still or is cut off may hold its lock for hours. So a new leader first ends
 the sessions of the term before. The server ends statements that are too slow. A timer shuts the connection down when no answer
 comes, for which libpq has no limit.
 """

@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 
 from coordinator.accounting.billing import Closed, Opened, Past
-from coordinator.accounting.ledger import Ledger, LedgerError
+from coordinator.accounting.ledger import Ledger, LedgerError, UsageStore
 from coordinator.accounting.quota import DAY_S
+from coordinator.accounting.sqlite_store import SqliteStore
 from coordinator.core import Core
 from coordinator.dashboard import site
 from coordinator.dashboard.snapshot import RecentEvents, snapshot
@@ -31,8 +32,9 @@ from coordinator.events import (
     Tick,
 )
 from coordinator.outbox import Outbox
-from coordinator.policy_keeper import PolicyKeeper, PolicyStoreError
+from coordinator.policy_keeper import PolicyFile, PolicyKeeper, PolicyStore, PolicyStoreError
 from coordinator.policy_versions import PolicyInForce
+from coordinator.postgres.leader_lease import LeaderLease
 from coordinator.recovery.stall_detector import StallDetector
 from coordinator.reporting import status
 from coordinator.reporting.attempt_times import AttemptClock
@@ -68,8 +70,10 @@ _LIMITS = Limits.__dataclass_fields__.keys() & CoordinatorSettings.model_fields.
 class Coordinator:
     """Wires the core to its control port."""
 
-    def __init__(self, settings: CoordinatorSettings, before: "Coordinator | None" = None) -> None:
-        """`before`: the coordinator that this process ran until it was away."""
+    def __init__(
+        self, settings: CoordinatorSettings, before: "Coordinator | None" = None, lease: LeaderLease | None = None
+    ) -> None:
+        """`before`: the coordinator that this process ran until it was away. `lease`: while it is held, this one leads."""
         self.settings = settings
         self.name = name = settings.name or f"coordinator-{os.getpid()}"
         self.log = log.configure(level=settings.log_level, fmt=settings.log_format, process=name)
@@ -86,6 +90,7 @@ class Coordinator:
         else a new one."""
         self.tenants: TenantsFile | None = None
         self.policies: PolicyKeeper | None = None
+        self.lease = lease
         self.ledger: Ledger | None = None
         self.outbox = Outbox()
         self.recent_events = RecentEvents()
@@ -131,15 +136,18 @@ class Coordinator:
     # --- the core, as `CoreDriver` drives it ----------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> Iterable[Action]:
-        """Record the event, and what comes of it. After an absence, act on nothing."""
-        if self.stall_detector.was_away(now):
+        """Record the event, and what comes of it. After an absence, or without the lease, act on nothing."""
+        if self.stall_detector.was_away(now) or not self._leads(now):
             return ()
         if self.attempts is not None:
             self.attempts.on_event(event, now)
         return (self.recorder or self.core).handle(event, now)
 
     def next_deadline(self) -> float | None:
-        return None if self.stall_detector.away_s else self.core.next_deadline()
+        return None if self.stall_detector.away_s or not self._leads(clock.now()) else self.core.next_deadline()
+
+    def _leads(self, now: float) -> bool:
+        return self.lease is None or self.lease.is_held(now)
 
     # --- the process ----------------------------------------------------------------------------------------------------
 
@@ -160,18 +168,20 @@ class Coordinator:
             address = await self.server.start(bind_within_s)
         except (TenantsError, PolicyStoreError) as error:
             await self._close_ledger(watching)
-            option = "--tenants" if isinstance(error, TenantsError) else "--usage-db"
+            option = "--tenants" if isinstance(error, TenantsError) else self._storage_option
             raise ConfigError(f"{option}: {error}") from error
         except (CannotBind, LedgerError) as error:
             await self._close_ledger(watching)
             if isinstance(error, CannotBind):
                 machine.check_listening("--bind", error)
-            why = f"--bind: {error.strerror}" if isinstance(error, CannotBind) else f"--usage-db: {error}"
+            why = f"--bind: {error.strerror}" if isinstance(error, CannotBind) else f"{self._storage_option}: {error}"
             self.log.error("cannot start", error=why)
             return 1
         self.stall_detector.begin(clock.now())
         watching.append(watched(garbage_collector.collect_seldom(self.load, clock.now)))
         ends = [asyncio.create_task(end) for end in (self.failure.wait(), stop.wait(), self._absent())]
+        if self.lease is not None:
+            ends.append(asyncio.create_task(self.lease.lost.wait()))
         own = (Role.COORDINATOR, self.name, self.observed.address)
         pages = {"/targets": lambda: status.targets(own, [peer.hello for peer in self.peers.values()])}
         self.observed.show(self.metrics.registry, lambda: None, pages, (site.PATH, self._dashboard()))
@@ -179,12 +189,18 @@ class Coordinator:
         notify.ready(f"listening on {address}")
         await self.observed.serve()
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        leads = self._leads(clock.now())
         if self.stall_detector.away_s:
             self.log.warning("was away, and begins anew", away_s=round(self.stall_detector.away_s, 2))
+        elif not leads:
+            self.log.warning("has lost the lease, and stands by")
         self.log.info("stopping", running=len(self.core.cluster.requests))
+        if not leads:
+            await self.server.close()
         # Close the ledger first, so that rows of streams that go on without this process stay open for the next coordinator.
-        await self._close_ledger(watching)
-        await self.server.close()
+        await self._close_ledger(watching, leads)
+        if leads:
+            await self.server.close()
         await self.observed.close()
         self.driver.close()
         if self.recorder is not None:
@@ -253,19 +269,16 @@ class Coordinator:
         if settings.tenants:
             self.tenants = TenantsFile(settings.tenants)
         past = None
-        if settings.usage_db:
+        usage, kept = self.lease.stores() if self.lease is not None else _files(settings.usage_db)
+        if usage is not None:
             self.ledger = Ledger(
-                settings.usage_db,
-                on_committed=self._committed,
-                on_failed=self._ledger_failed,
-                keep_days=settings.usage_keep_days,
+                usage, on_committed=self._committed, on_failed=self._ledger_failed, keep_days=settings.usage_keep_days
             )
             past = await self.ledger.start(int(clock.unix_time() // DAY_S))
-        path = Path(f"{settings.usage_db}.policies.json") if settings.usage_db else None
         options = {name: getattr(settings, name) for name in sorted(_LIMITS)}
-        self.policies = policies = PolicyKeeper(path, self.tenants, options, self._put_in_force)
+        self.policies = policies = PolicyKeeper(kept, self.tenants, options, self._put_in_force)
         tenants, policy = await policies.start()
-        if not settings.usage_db and any(
+        if usage is None and any(
             level.limits.tokens_per_day for policy in tenants.policies.values() for level in policy.levels
         ):
             self.log.warning("tokens_per_day begins anew at each start: no --usage-db is given")
@@ -291,10 +304,14 @@ class Coordinator:
         self.log.critical("usage cannot be written any more", error=str(error))
         self.failure.set()
 
-    async def _close_ledger(self, watching: "list[asyncio.Task[None]]") -> None:
+    async def _close_ledger(self, watching: "list[asyncio.Task[None]]", wait: bool = True) -> None:
         await cancelled(*watching)
         if self.ledger is not None:
-            await self.ledger.close()
+            await self.ledger.close(wait)
+
+    @property
+    def _storage_option(self) -> str:
+        return "--usage-db" if self.lease is None else "--database"
 
     def _record_usage(self, entry: Opened | Closed) -> None:
         if self.ledger is None:
@@ -422,3 +439,9 @@ class Coordinator:
         recent = metrics.recent.figures()
         new = {"counters": counters, "finished": finished, "metrics": own | said.metrics, "recent": recent}
         return msgspec.structs.replace(said, **new)
+
+
+def _files(usage_db: str) -> tuple[UsageStore | None, PolicyStore | None]:
+    if not usage_db:
+        return None, None
+    return SqliteStore(usage_db), PolicyFile(Path(f"{usage_db}.policies.json"))

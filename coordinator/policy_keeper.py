@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -26,19 +26,58 @@ _log = log.get("crossdock.policy")
 
 
 class PolicyStoreError(CrossdockError):
-    """The file of versions cannot be read or written."""
+    """Stored versions cannot be read or written."""
+
+
+class PolicyStore(Protocol):
+    """Keeps the versions as text. Methods raise `PolicyStoreError`."""
+
+    name: str  # in messages
+
+    def read(self) -> bytes:
+        """Returns what was written last; empty: nothing yet."""
+
+    def write(self, content: bytes) -> None: ...
+
+
+class PolicyFile:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.name = str(path)
+
+    def read(self) -> bytes:
+        try:
+            return self._path.read_bytes() if self._path.exists() else b""
+        except OSError as error:
+            raise PolicyStoreError(f"{self._path}: {error}") from None
+
+    def write(self, content: bytes) -> None:
+        fresh = self._path.with_name(self._path.name + ".new")
+        try:
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(self._path)
+            folder = os.open(self._path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        except OSError as error:
+            raise PolicyStoreError(f"{self._path}: {error.strerror}") from None
 
 
 class PolicyKeeper:
     def __init__(
         self,
-        path: Path | None,
+        store: PolicyStore | None,
         file: TenantsFile | None,
         options: Mapping[str, Any],
         put_in_force: Callable[[Tenants, PolicyInForce], None],
     ) -> None:
-        """`path`: where versions are kept; None: in memory alone."""
-        self._path, self._file, self._put_in_force = path, file, put_in_force
+        """`store`: where versions are kept; None: in memory alone."""
+        self._store, self._file, self._put_in_force = store, file, put_in_force
         # As they are read back from JSON.
         self._options: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(options))
         self._versions = Versions()
@@ -155,31 +194,18 @@ class PolicyKeeper:
             ),
             arms,
             content,
-            self._path is not None,
+            self._store is not None,
         )
 
     def _read(self) -> Versions:
-        if self._path is None or not self._path.exists():
+        content = self._store.read() if self._store is not None else b""
+        if self._store is None or not content:
             return Versions()
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=Versions)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise PolicyStoreError(f"{self._path}: {error}") from None
+            return msgspec.json.decode(content, type=Versions)
+        except msgspec.MsgspecError as error:
+            raise PolicyStoreError(f"{self._store.name}: {error}") from None
 
     def _write(self, versions: Versions) -> None:
-        if self._path is None:
-            return
-        fresh = self._path.with_name(self._path.name + ".new")
-        try:
-            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-                file.write(msgspec.json.encode(versions))
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(self._path)
-            folder = os.open(self._path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-        except OSError as error:
-            raise PolicyStoreError(f"{self._path}: {error.strerror}") from None
+        if self._store is not None:
+            self._store.write(msgspec.json.encode(versions))

@@ -1,8 +1,8 @@
-"""Runs a coordinator: waits for the leader lock of its usage ledger, serves, and begins anew after each absence.
+"""Runs a coordinator: waits until it leads, serves, and begins anew after each absence.
 
-Leadership is a lock on `FILE.lock`, kept until the process ends. The kernel then passes the lock on, no matter how the process
-ended. A standby has loaded everything by then, and serves within milliseconds. A restart without a standby takes the time of a
-Python start, about a second of CPU.
+With `--database`, leadership is a lease in it (`postgres`). With `--usage-db`, it is a lock on `FILE.lock`, kept until the
+process ends. The kernel then passes the lock on, no matter how the process ended. A standby has loaded everything by then, and
+serves within milliseconds. A restart without a standby takes the time of a Python start, about a second of CPU.
 
 A network file system may pass a lock on while its holder lives, for example if the holder is cut off for longer than its
 lease. So a ledger on such a file system is refused.
@@ -14,10 +14,11 @@ import os
 import threading
 from concurrent.futures import Future
 from pathlib import Path
+from socket import gethostname
 from typing import Any, Final
 
 from coordinator.main import Coordinator
-from proto.errors import CrossdockError
+from coordinator.postgres.leader_lease import LeaderLease, NotLeader
 from runtime.metrics import server
 from runtime.process import log, notify
 from runtime.process.driver import Stop, run_process
@@ -25,12 +26,9 @@ from runtime.process.exits import ConfigError
 from runtime.settings.roles import CoordinatorSettings
 from runtime.storage.lock_file import is_at, lock_of, network_file_system, open_lock
 
+_log = log.get("crossdock.leader")
 PREDECESSOR_S: Final = 5.0
 """How long a coordinator without `--standby` waits for a predecessor that is about to end, in seconds."""
-
-
-class NotLeader(CrossdockError):
-    """Another coordinator serves with this ledger, or its lock cannot be taken; `str()` has the path."""
 
 
 class LeaderLock:
@@ -97,25 +95,52 @@ def _wait(usage_db: Path, path: Path, taken: "Future[int]") -> None:
 
 
 async def serve(settings: CoordinatorSettings, stop: Stop) -> int:
-    """Serve while the leader lock is held: other coordinators may write the same ledger."""
-    if not settings.usage_db:
+    """Serve while this coordinator leads: others may write the same ledger."""
+    if not settings.usage_db and not settings.database:
         return await _serve_anew(settings, stop, 0.0)
     process = settings.name or f"coordinator-{os.getpid()}"
     logger = log.configure(level=settings.log_level, fmt=settings.log_format, process=process)
-    leader_lock = LeaderLock(settings.usage_db)
-    if settings.standby:
+    if settings.standby or settings.database:
         server.load()
-        logger.info("standing by", lock=str(leader_lock.path))
-        notify.ready(f"waits for {leader_lock.path}")
+    try:
+        if settings.database:
+            return await _serve_by_lease(settings, stop, LeaderLease(settings.database, f"{process}@{gethostname()}"))
+        return await _serve_by_lock(settings, stop, LeaderLock(settings.usage_db))
+    except NotLeader as error:
+        logger.error("cannot start", error=f"{'--database' if settings.database else '--usage-db'}: {error}")
+        return 1
+
+
+async def _serve_by_lock(settings: CoordinatorSettings, stop: Stop, leader_lock: LeaderLock) -> int:
+    if settings.standby:
+        _stand_by(str(leader_lock.path))
     try:
         if not await leader_lock.acquire(stop, None if settings.standby else PREDECESSOR_S):
             return 0
         return await _serve_anew(settings, stop, PREDECESSOR_S if settings.standby else 0.0, leader_lock)
-    except NotLeader as error:
-        logger.error("cannot start", error=f"--usage-db: {error}")
-        return 1
     finally:
         leader_lock.release()
+
+
+async def _serve_by_lease(settings: CoordinatorSettings, stop: Stop, lease: LeaderLease) -> int:
+    """Serve in each term for which this coordinator gets the lease."""
+    serving: Coordinator | None = None
+    _stand_by(lease.name)
+    while True:
+        try:
+            if not await lease.acquire(stop):
+                return 0
+            serving = Coordinator(settings, serving, lease)
+            exit_code = await serving.run(stop, PREDECESSOR_S)
+        finally:
+            await lease.give_up()
+        if exit_code or stop.is_set():
+            return exit_code
+
+
+def _stand_by(waits_for: str) -> None:
+    _log.info("standing by", waits_for=waits_for)
+    notify.ready(f"waits for {waits_for}")
 
 
 async def _serve_anew(

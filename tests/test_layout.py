@@ -19,6 +19,7 @@ FOLDERS_MAY_IMPORT = {
         "accounting": "",
         "dashboard": "reporting",
         "event_log": "",
+        "postgres": "accounting",
         "recovery": "reporting",
         "reporting": "accounting",
     },

@@ -30,6 +30,7 @@ PARAGRAPHS = {
     "The model": "test_remote_code_is_never_run test_bad_template_is_a_template_error test_transformers_never_runs_model_code",
     "The KV data plane": "test_bad_pools_and_hosts_are_refused",
     "Hashes of KV blocks": "test_gateways_share_lasting_hash_key test_hashes_reveal_nothing_without_key",
+    "The database": "test_bad_database_option_is_refused",
     "Logs": "test_tracebacks_hide_variable_values test_misplaced_key_is_not_logged test_no_secret_is_written_anywhere",
     "`tcp`": "test_keyless_listener_gets_nothing test_overheard_hello_is_refused test_silent_stranger_is_closed"
     " test_encrypted_kv_cannot_be_read test_unexpected_record_ends_connection",

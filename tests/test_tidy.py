@@ -106,9 +106,12 @@ DRIVERS = frozenset(
         "coordinator/__main__.py",
         "coordinator/event_log/recorder.py",
         "coordinator/accounting/ledger.py",
+        "coordinator/accounting/sqlite_store.py",
         "coordinator/dashboard/site.py",
+        "coordinator/postgres/leader_lease.py",
         "coordinator/main.py",
         "coordinator/policy_keeper.py",
+        "coordinator/postgres/database.py",
         "coordinator/serve.py",
     }
 )

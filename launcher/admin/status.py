@@ -26,7 +26,7 @@ from runtime.link.client import LinkClient
 from runtime.link.keys import Keys, keys_for
 from runtime.link.server import LinkSettings, Peer
 from runtime.process import clock
-from runtime.settings.addresses import AddressOrEmpty
+from runtime.settings.addresses import AddressesOrEmpty
 from runtime.settings.roles import CoordinatorSettings
 from runtime.settings.types import JsonOption, KeyOptions
 
@@ -41,7 +41,7 @@ M = TypeVar("M", bound=Message)
 class ObserverOptions(KeyOptions):
     """The options of commands that ask a coordinator."""
 
-    coordinator: AddressOrEmpty = Field(
+    coordinator: AddressesOrEmpty = Field(
         "",
         description="Address of the coordinator; empty: the cluster running on this machine, or else the coordinator at"
         f" {DEFAULT_COORDINATOR}.",

@@ -15,19 +15,22 @@ from urllib.parse import quote
 from pydantic import AfterValidator, Field
 from rich.console import Console
 
+from coordinator.accounting.ledger import LedgerError
 from launcher import tables
 from launcher.local import registry
 from proto.errors import CrossdockError
+from runtime.settings.addresses import check_database
 from runtime.settings.options import SettingsError
 from runtime.settings.types import JsonOption
 from runtime.tenancy import file
 from runtime.tenancy.tenants import Tenants, TenantsError
 
 _BUSY_TIMEOUT_S = 5.0
+_ANSWER_S = 60.0
 _QUERY = """
 SELECT day, tenant, COUNT(*), COUNT(*) - COUNT(outcome), {borrowed}, {charged_tokens}, {prompt_tokens}, {cached_tokens},
     {output_tokens}, AVG(queue_ms), AVG(prefill_ms), AVG(transfer_ms), AVG(decode_ms)
-FROM usage WHERE day >= ? {tenant} AND typeof(day) = 'text' AND typeof(tenant) = 'text'
+FROM usage WHERE day >= ? {tenant} {of_text}
 GROUP BY day, tenant ORDER BY day, tenant
 """
 # TOTAL, because SUM fails where odd rows are too large, and gives no number for no rows.
@@ -65,7 +68,9 @@ class UsageSettings(JsonOption):
     Open requests are charged at their estimate until they end. Times are means over ended requests, in milliseconds.
     """
 
-    db: str = Field("", description="The ledger; empty: where crossdock serve --tenants writes.")
+    db: str = Field(
+        "", description="The ledger, a file or the URL of --database; empty: where crossdock serve --tenants writes."
+    )
     since: Day = Field("", description="This day and all after it, as 2026-11-21; empty: all days.")
     tenant: str = Field("", description="One tenant, or an organisation with its users.")
     tenants: str = Field(
@@ -76,24 +81,50 @@ class UsageSettings(JsonOption):
 
 def read(settings: UsageSettings) -> list[dict[str, Any]]:
     """Usage by day and tenant. Raises `NoLedger`."""
-    path = Path(settings.db or registry.default_db()).expanduser()
-    if not path.is_file():
-        raise NoLedger(f"--db: there is no ledger at {path}; a coordinator writes one with --usage-db")
     tenant = settings.tenant
-    only = "AND (tenant = ? OR substr(tenant, 1, ?) = ?)" if tenant else ""
-    parameters: list[Any] = [settings.since, *([tenant, len(tenant) + 1, tenant + "/"] if tenant else [])]
-    try:
-        with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S)) as db, db:
-            rows = db.execute(_QUERY.format(tenant=only, **_SUMS), parameters).fetchall()
-            outcomes = db.execute(_OUTCOMES.format(tenant=only), parameters).fetchall()
-    except sqlite3.Error as error:
-        raise NoLedger(f"--db: {path}: {error}") from None
+    only = "AND (tenant = ? OR substr(tenant, 1, length(?)) = ?)" if tenant else ""
+    parameters: list[Any] = [settings.since, *([tenant, tenant + "/", tenant + "/"] if tenant else [])]
+    in_postgres = settings.db.startswith("postgres")
+    # Other programs may have written to a file, and SQLite checks no types.
+    of_text = "" if in_postgres else "AND typeof(day) = 'text' AND typeof(tenant) = 'text'"
+    queries = _QUERY.format(tenant=only, of_text=of_text, **_SUMS), _OUTCOMES.format(tenant=only)
+    rows, outcomes = (_from_postgres if in_postgres else _from_file)(settings.db, queries, parameters)
     entries = {row[:2]: {**dict(zip(_COLUMNS, row, strict=True)), "outcomes": {}} for row in rows}
     for day, name, outcome, count in outcomes:
         # A row that was written between the two queries is left out here, and is there next time.
         if (day, name) in entries:
             entries[day, name]["outcomes"][outcome] = count
     return list(entries.values())
+
+
+def _from_file(db: str, queries: Iterable[str], parameters: Sequence[Any]) -> list[list[Any]]:
+    path = Path(db or registry.default_db()).expanduser()
+    if not path.is_file():
+        raise NoLedger(f"--db: there is no ledger at {path}; a coordinator writes one with --usage-db")
+    try:
+        with (
+            closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=_BUSY_TIMEOUT_S)) as read,
+            read,
+        ):
+            return [read.execute(query, parameters).fetchall() for query in queries]
+    except sqlite3.Error as error:
+        raise NoLedger(f"--db: {path}: {error}") from None
+
+
+def _from_postgres(url: str, queries: Iterable[str], parameters: Sequence[Any]) -> list[list[Any]]:
+    try:
+        check_database("--db", url)
+        from coordinator.postgres.database import PostgresSession, translated
+
+        with PostgresSession(url, _ANSWER_S).transaction() as read:
+            translations = [translated(query.replace("TOTAL(", "SUM(")) for query in queries]
+            return [read.execute(query, parameters).fetchall() for query in translations]
+    except ImportError as error:
+        raise NoLedger(f"--db: needs psycopg 3; install crossdock[postgresql] ({error})") from None
+    except ValueError as error:
+        raise NoLedger(str(error)) from None
+    except LedgerError as error:
+        raise NoLedger(f"--db: {error}") from None
 
 
 def add_limits(entries: Sequence[dict[str, Any]], tenants: Tenants, today: str) -> None:

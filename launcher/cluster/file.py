@@ -164,8 +164,8 @@ class ClusterFile(_Table):
     hosts: Annotated[dict[Name, Host], Field(min_length=1, max_length=1024)]
 
     @property
-    def coordinator_host(self) -> Host:
-        return next(host for host in self.hosts.values() if host.coordinator)
+    def coordinator_hosts(self) -> list[Host]:
+        return [host for host in self.hosts.values() if host.coordinator]
 
 
 def parse(text: str, folder: PurePath) -> ClusterFile:
@@ -254,11 +254,14 @@ def _explain(loc: tuple[int | str, ...], details: Any) -> str:
 
 def _coordinators(file: ClusterFile) -> list[str]:
     names = [name for name, host in file.hosts.items() if host.coordinator]
-    if len(names) == 1:
+    if len(names) == 1 or (names and file.coordinator.get("database")):
         return []
     if not names:
         return ["hosts: none has coordinator = true; one must"]
-    return [f"[hosts.{name}] coordinator: there is one already, on {names[0]}" for name in names[1:]]
+    return [
+        f"[hosts.{name}] coordinator: there is one already, on {names[0]}; several need database in [coordinator]"
+        for name in names[1:]
+    ]
 
 
 def _hosts(file: ClusterFile) -> list[str]:

@@ -86,7 +86,8 @@ def watchdog_s_of(role: str) -> float:
 
 
 def coordinator_address(file: ClusterFile) -> str:
-    return _tcp(file.coordinator_host.address, file.ports.coordinator)
+    """The address of the coordinator, or those of all, separated by commas."""
+    return ",".join(_tcp(host.address, file.ports.coordinator) for host in file.coordinator_hosts)
 
 
 def base_urls(file: ClusterFile) -> list[str]:
@@ -133,7 +134,7 @@ def plan_host(file: ClusterFile, name: str, model: str, model_id: str = "") -> H
             if role != "prefill":
                 decided |= _bound(host, "kv_bind", file.ports.kv, next(kv_ports))
             found.append(_worker(file, name, role, index, seat, cpu.control, decided, next(gpus, "")))
-    if host.coordinator and file.autopilot:
+    if host is file.coordinator_hosts[0] and file.autopilot:
         decided = {key: value for key, value in shared.items() if key != "model"} | {"name": "autopilot"}
         found.append(PlannedProcess("autopilot", 0, _settings(file, name, "autopilot", decided), cores=cpu.control))
     # Hosts that share a machine each have their own address on its loopback.

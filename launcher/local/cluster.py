@@ -67,7 +67,8 @@ def build(settings: ServeSettings, model: ReadyModel, ports: ReservedPorts) -> L
     coordinator = f"tcp://127.0.0.1:{ports.draw('127.0.0.1')}"
     metrics = metrics_addresses(settings, ports)
     tenants = {"tenants": str(Path(settings.tenants).expanduser().resolve())} if settings.tenants else {}
-    usage_db = settings.usage_db or (default_db() if settings.tenants else "")
+    in_postgres = getattr(settings, "database", "")
+    usage_db = settings.usage_db or (default_db() if settings.tenants and not in_postgres else "")
     event_log = {"usage_db": str(Path(usage_db).expanduser().resolve())} if usage_db else {}
     batch_db = settings.batch_db
     batches = {} if batch_db in BATCHES_OFF else {"batch_db": str(Path(batch_db).expanduser().resolve())}

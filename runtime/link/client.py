@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable
+from typing import Final
 
 import zmq
 
@@ -22,6 +23,10 @@ NEVER_MS = 3_600_000
 """An interval so long that libzmq never reconnects by itself, because the socket is closed before. Turning reconnection off
 (-1) would also discard messages that arrived just before the connection ended, and would not report a refused connection."""
 
+QUICK_S: Final = 0.4
+"""How long the handshake may take where there are several addresses: the host of one may be off, and answer nothing."""
+QUICK_TRIES: Final = 16  # after that, every host may be just slow
+
 _log = log.get("crossdock.link")
 
 
@@ -29,7 +34,7 @@ class LinkClient:
     """The connecting end: one peer at a time, reconnected with backoff for as long as the client lives.
 
     Each `on_up` is followed by exactly one `on_down` before the next `on_up`. With keys, only a process whose key is one of
-    role `to` can answer.
+    role `to` can answer. Of several addresses, the next one is tried whenever a link has ended or could not be made.
     """
 
     def __init__(
@@ -45,9 +50,10 @@ class LinkClient:
     ) -> None:
         self.counters = LinkCounters()
         self.last_error = ""
-        self.address = address
+        self._addresses = address.split(",")
         self._to = to
-        self._failed = 0
+        self._tries = 0  # counted only while the next one should be another
+        self._failed_in_row = 0
         self._hello = hello
         self._on_up = on_up
         self._on_message = on_message
@@ -61,6 +67,11 @@ class LinkClient:
         self._gone = asyncio.Event()
         self._why_gone = ""
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """The one that is used, or tried."""
+        return self._addresses[self._tries % len(self._addresses)]
 
     async def start(self) -> None:
         if self._settings.keys is not None:
@@ -81,10 +92,14 @@ class LinkClient:
         while True:
             if await self._one_link():
                 pause_ms = self._settings.reconnect_ms
+                self._failed_in_row = 0
+                self._tries += len(self._addresses) > 1
             else:
-                self._failed += 1
+                self._failed_in_row += 1
+                self._tries += 1
                 pause_ms = min(2 * pause_ms, self._settings.reconnect_ms_max)
-            await asyncio.sleep(pause_ms / 1000 * random.uniform(0.5, 1.0))
+            # Each address is tried as often as a single one would be.
+            await asyncio.sleep(pause_ms / 1000 / len(self._addresses) * random.uniform(0.5, 1.0))
 
     async def _one_link(self) -> bool:
         """Runs one socket from connect to close; True if it was welcomed."""
@@ -100,7 +115,7 @@ class LinkClient:
             return False
         self._socket = socket
         socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
-        self._server_key = connect_as(socket, self._settings.keys, self._to, self._failed)
+        self._server_key = connect_as(socket, self._settings.keys, self._to, self._tries // len(self._addresses))
         watchers = watched(monitor.run()), watched(connections.run())
         receiver: asyncio.Task[None] | None = None
         try:
@@ -126,6 +141,8 @@ class LinkClient:
     async def _handshake(self, socket: LoopSocket) -> Peer | None:
         hello = self._hello if isinstance(self._hello, Hello) else self._hello()
         timeout_s = self._settings.handshake_timeout_ms / 1000
+        if len(self._addresses) > 1 and self._failed_in_row < QUICK_TRIES:
+            timeout_s = min(timeout_s, QUICK_S)
         try:
             message = await greet(socket, hello, self._gone, timeout_s)
         except RemoteProtocolError as error:

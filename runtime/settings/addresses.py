@@ -4,6 +4,7 @@ requests."""
 import ipaddress
 import re
 from typing import Annotated
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import AfterValidator
 
@@ -94,7 +95,24 @@ def _check_advertised(value: str) -> str:
     raise ValueError("is not an address that others can connect to, like 10.0.0.5 or tcp://10.0.0.5:7070")
 
 
+def check_database(option: str, url: str) -> None:
+    """Raises `ValueError`, whose text does not show the URL, since that may have a password."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("postgresql", "postgres") or not parts.path.strip("/"):
+        raise ValueError(f"{option}: is not a URL like postgresql://USER@HOST/NAME")
+    if parts.password or any("password" in name for name in parse_qs(parts.query, keep_blank_values=True)):
+        raise ValueError(
+            f"{option}: has a password, which ps and logs would show; give it as PGPASSWORD in the environment, or in the file"
+            " of ?passfile=FILE"
+        )
+
+
+def _check_addresses(value: str) -> str:
+    return ",".join(_check_address(one.strip()) for one in value.split(","))
+
+
 Address = Annotated[str, AfterValidator(_check_address)]
-AddressOrEmpty = Annotated[str, AfterValidator(lambda value: _check_address(value) if value else value)]
+Addresses = Annotated[str, AfterValidator(_check_addresses)]  # separated by commas
+AddressesOrEmpty = Annotated[str, AfterValidator(lambda value: _check_addresses(value) if value else value)]
 AdvertisedAddress = Annotated[str, AfterValidator(_check_advertised)]
 MetricsAddress = Annotated[str, AfterValidator(_check_metrics)]

@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from runtime.settings.addresses import Address
+from runtime.settings.addresses import Addresses
 from runtime.settings.common import CommonSettings
 from runtime.settings.roles import CoordinatorSettings
 from runtime.settings.types import SLO_TPOT_MS, SLO_TTFT_MS, Panels
@@ -37,4 +37,4 @@ class AutopilotSettings(CommonSettings):
     model_id: str = Field(
         "", max_length=512, description="Model whose workers it looks after; empty: the only one of the cluster."
     )
-    coordinator: Address = Field(COORDINATOR, description="Address of the coordinator.")
+    coordinator: Addresses = Field(COORDINATOR, description="Address of the coordinator.")

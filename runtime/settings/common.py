@@ -4,7 +4,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from runtime.settings.addresses import EVERY_INTERFACE, Address, AdvertisedAddress, MetricsAddress, host_of
+from runtime.settings.addresses import EVERY_INTERFACE, Addresses, AdvertisedAddress, MetricsAddress, host_of
 from runtime.settings.types import Panels, SecurityOptions, model_id_of
 
 
@@ -65,7 +65,10 @@ class ClientSettings(CommonSettings):
     """The options of the roles that connect to the coordinator."""
 
     panels: ClassVar[Panels] = {"Cluster": "coordinator advertise drain_timeout_s", "Model": "model model_id"}
-    coordinator: Address = Field("tcp://127.0.0.1:7070", description="Address of the coordinator.")
+    coordinator: Addresses = Field(
+        "tcp://127.0.0.1:7070",
+        description="Address of the coordinator; of several with one --database, the addresses, separated by commas.",
+    )
     model: str = Field(
         min_length=1,
         description="Folder with a model in Hugging Face format (config, tokenizer, safetensors), ORG/NAME, or"

@@ -21,7 +21,7 @@ _VALUES: Final = {
     "NAME": "name model_id tenant_name on_host story request resume",
     "ADDRESS": "host bind coordinator metrics advertise tokens_bind kv_bind transfer_host",
     "PORT": "port",
-    "URL": "url jwt_issuer",
+    "URL": "url database jwt_issuer",
     "KEY": "api_key",
     "KEY,…": "api_keys",
     "CORES": "cpu_cores",

@@ -16,7 +16,7 @@ from typing import ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from runtime.settings.addresses import Address
+from runtime.settings.addresses import Address, check_database
 from runtime.settings.common import ClientSettings, CommonSettings
 from runtime.settings.types import CommaList, HostNames, Networks, Options, Panels, Port, model_id_of
 
@@ -27,7 +27,7 @@ class CoordinatorSettings(CommonSettings):
     section = "coordinator"
     panels: ClassVar[Panels] = {
         "Network": "bind",
-        "Tenants and records": "tenants usage_db usage_keep_days event_log",
+        "Tenants and records": "tenants usage_db database usage_keep_days event_log",
         "Dashboard": "admin_key_file",
         "Queue": "queue_requests_max tenant_queue_max queue_wait_s_max",
         "Scheduling": "step_tokens kv_overcommit",
@@ -74,13 +74,19 @@ class CoordinatorSettings(CommonSettings):
         description="SQLite file to which every request is written before it is acknowledged, for budgets that outlive a"
         " restart and for crossdock usage. Empty: no record, and budgets are reset at each start.",
     )
+    database: str = Field(
+        "",
+        max_length=4096,
+        description="PostgreSQL in place of --usage-db, as postgresql://USER@HOST/NAME, without a password: PGPASSWORD or a"
+        " passfile has it. Of all coordinators with the same one, on any hosts, one serves and the others stand by.",
+    )
     standby: bool = Field(
         False,
         description="Wait while another coordinator of this --usage-db serves on this host, and take over when it ends."
         " New requests then wait for a fraction of a second, not for a start.",
     )
     usage_keep_days: int = Field(
-        400, ge=0, le=36_500, description="Days after which a request's row is deleted from --usage-db; 0: never."
+        400, ge=0, le=36_500, description="Days after which the ledger's row of a request is deleted; 0: never."
     )
     event_log: str = Field(
         "",
@@ -105,7 +111,11 @@ class CoordinatorSettings(CommonSettings):
     )
 
     @model_validator(mode="after")
-    def _standby_needs_a_ledger(self) -> Self:
+    def _check_leadership(self) -> Self:
+        if self.database:
+            check_database("--database", self.database)
+            if self.usage_db or self.standby:
+                raise ValueError("--database: takes the place of --usage-db and --standby; leave them out")
         if self.standby and not self.usage_db:
             raise ValueError("--standby: needs --usage-db, whose lock decides which coordinator serves")
         return self

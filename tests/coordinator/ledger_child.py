@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from coordinator.accounting.ledger import Ledger, LedgerError
+from coordinator.accounting.sqlite_store import SqliteStore
 from tests.coordinator.ledger_words import closed, opened
 
 
@@ -27,7 +28,7 @@ async def main(path: Path, run: str) -> None:
     def on_failed(error: LedgerError) -> None:
         raise SystemExit(str(error))
 
-    ledger = Ledger(path, on_committed=on_committed, on_failed=on_failed)
+    ledger = Ledger(SqliteStore(path), on_committed=on_committed, on_failed=on_failed)
     await ledger.start(0)
     number = 0
     while True:

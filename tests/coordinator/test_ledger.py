@@ -16,9 +16,12 @@ import msgspec
 import pytest
 
 from coordinator.accounting import ledger as ledger_module
+from coordinator.accounting import sqlite_store
 from coordinator.accounting.billing import Closed, Entry, Opened, Past
-from coordinator.accounting.ledger import LATE_S, Ledger, LedgerError, day_text  # type: ignore[attr-defined]
+from coordinator.accounting.ledger import LATE_S, Ledger, LedgerError
+from coordinator.accounting.past import day_text
 from coordinator.accounting.quota import Ask
+from coordinator.accounting.sqlite_store import SqliteStore
 from coordinator.events import Send
 from coordinator.outbox import Outbox
 from proto.errors import Interrupt, Reject
@@ -36,7 +39,9 @@ def with_ledger(
     async def body() -> None:
         committed: list[str] = []
         failures: list[LedgerError] = []
-        ledger = Ledger(path, on_committed=committed.extend, on_failed=failures.append, keep_days=keep_days)
+        ledger = Ledger(
+            SqliteStore(path), on_committed=committed.extend, on_failed=failures.append, keep_days=keep_days
+        )
         past = await ledger.start(today)
         try:
             await work(ledger, past, committed)
@@ -135,7 +140,7 @@ def test_disk_failure_is_reported(tmp_path: Path) -> None:
 
     async def body() -> None:
         failed = asyncio.Event()
-        ledger = Ledger(path, on_committed=lambda ids: None, on_failed=lambda error: failed.set())
+        ledger = Ledger(SqliteStore(path), on_committed=lambda ids: None, on_failed=lambda error: failed.set())
         await ledger.start(0)
         with closing(sqlite3.connect(path)) as db:
             db.execute("DROP TABLE usage")
@@ -168,7 +173,7 @@ def test_locked_ledger_is_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("code", [sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR | 3 << 8, sqlite3.SQLITE_CANTOPEN])
 def test_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     """A disk that is full or fails is tried again until it works, and nothing is lost or written twice."""
-    path, tries, real = tmp_path / "usage.sqlite", iter(range(4)), ledger_module._write
+    path, tries, real = tmp_path / "usage.sqlite", iter(range(4)), sqlite_store._write
 
     def fails_thrice(db: sqlite3.Connection, entry: Entry) -> None:
         real(db, entry)
@@ -177,7 +182,7 @@ def test_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             error.sqlite_errorcode = code
             raise error
 
-    monkeypatch.setattr(ledger_module, "_write", fails_thrice)
+    monkeypatch.setattr(sqlite_store, "_write", fails_thrice)
     monkeypatch.setattr(ledger_module, "RETRY_S", 0.01)
     write(path, opened("r"), closed("r"))
     assert next(tries, None) is None
@@ -425,14 +430,16 @@ def test_ledger_thread_failure_is_reported(
 
     async def body() -> None:
         told: asyncio.Queue[LedgerError] = asyncio.Queue()
-        ledger = Ledger(tmp_path / "usage.sqlite", on_committed=lambda ids: None, on_failed=told.put_nowait)
+        ledger = Ledger(
+            SqliteStore(tmp_path / "usage.sqlite"), on_committed=lambda ids: None, on_failed=told.put_nowait
+        )
         if where == "_prepare":
-            monkeypatch.setattr(f"coordinator.accounting.ledger.{where}", fail)
+            monkeypatch.setattr(f"coordinator.accounting.sqlite_store.{where}", fail)
             with pytest.raises(LedgerError, match=rf"usage\.sqlite: {type(error).__name__}"):
                 await asyncio.wait_for(ledger.start(0), 60)
         else:
             await ledger.start(0)
-            monkeypatch.setattr(f"coordinator.accounting.ledger.{where}", fail)
+            monkeypatch.setattr(f"coordinator.accounting.sqlite_store.{where}", fail)
             ledger.write(opened("r"))
             assert type(error).__name__ in str(await asyncio.wait_for(told.get(), 60))
         await ledger.close()

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.accounting import ledger
+from coordinator.accounting import sqlite_store, statements
 from coordinator.accounting.billing import Closed, Entry, Opened, Past
 from coordinator.accounting.ledger import Ledger
+from coordinator.accounting.past import day_text
 from coordinator.accounting.quota import Ask
+from coordinator.accounting.sqlite_store import SqliteStore
 from runtime.process import clock
 from tests.coordinator.ledger_words import closed, opened
 from tests.helpers import first
@@ -22,7 +24,7 @@ DAYS = (20_000, 20_001)
 
 def connect(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None)
-    ledger._prepare(db)
+    sqlite_store._prepare(db)
     return db
 
 
@@ -52,7 +54,7 @@ def random_entry(source: random.Random) -> Entry:
 
 def start(path: Path, today: int) -> Past:
     async def body() -> Past:
-        one = Ledger(path, on_committed=lambda ids: None, on_failed=lambda error: None)
+        one = Ledger(SqliteStore(path), on_committed=lambda ids: None, on_failed=lambda error: None)
         past = await one.start(today)
         await one.close()
         return past
@@ -68,7 +70,7 @@ def test_totals_equal_sum_of_rows(tmp_path: Path, seed: int) -> None:
     for _ in range(60):
         db.execute("BEGIN IMMEDIATE")
         for _ in range(source.randrange(12)):
-            ledger._write(db, random_entry(source))
+            sqlite_store._write(db, random_entry(source))
         match source.randrange(5):
             case 0:  # killed before the commit: what was written is gone, and so is its share of the sums
                 db.close()
@@ -76,12 +78,12 @@ def test_totals_equal_sum_of_rows(tmp_path: Path, seed: int) -> None:
             case 1:
                 db.execute("COMMIT")
                 db.execute("UPDATE usage SET accepted_s = accepted_s - 1000 WHERE request_id < ?", (f"r{seed}",))
-                db.execute(ledger._PRUNE, (db.execute("SELECT MAX(accepted_s) FROM usage").fetchone()[0], 7))
+                db.execute(statements.PRUNE, (db.execute("SELECT MAX(accepted_s) FROM usage").fetchone()[0], 7))
             case _:
                 db.execute("COMMIT")
         assert totals(db) == sums(db)
     assert sums(db), "something was written"
-    expected = [(tenant, DAYS[0], tokens) for day, tenant, _, tokens in sums(db) if day == ledger.day_text(DAYS[0])]  # type: ignore[attr-defined]
+    expected = [(tenant, DAYS[0], tokens) for day, tenant, _, tokens in sums(db) if day == day_text(DAYS[0])]
     db.close()
     assert sorted(start(path, DAYS[0]).charged) == expected
 
@@ -91,9 +93,9 @@ def work_of_a_start(path: Path, rows: int) -> int:
     with closing(connect(path)) as db:
         db.execute("BEGIN")
         for number in range(rows):
-            ledger._write(db, opened(f"r{number}", tenant=f"t{number % 10}"))
-            ledger._write(db, closed(f"r{number}"))
-        ledger._write(db, opened("open"))
+            sqlite_store._write(db, opened(f"r{number}", tenant=f"t{number % 10}"))
+            sqlite_store._write(db, closed(f"r{number}"))
+        sqlite_store._write(db, opened("open"))
         db.execute("UPDATE usage SET accepted_s = accepted_s - 3600 WHERE outcome IS NOT NULL")
         db.execute("COMMIT")
         steps = [0]
@@ -102,7 +104,7 @@ def work_of_a_start(path: Path, rows: int) -> int:
             steps[0] += 1
 
         db.set_progress_handler(step, 100)
-        past, unreadable = ledger.read_past(db, 0, clock.unix_time())
+        past, unreadable = sqlite_store.read_past(db, 0, clock.unix_time())
         assert not unreadable and len(past.open) == len(past.recent) == 1 and len(past.charged) == min(rows, 10) + 1
         return steps[0]
 

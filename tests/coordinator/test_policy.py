@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.events import Configured
-from coordinator.policy_keeper import ASKED_MAX, PolicyKeeper, PolicyStoreError
+from coordinator.policy_keeper import ASKED_MAX, PolicyFile, PolicyKeeper, PolicyStoreError
 from coordinator.policy_versions import PolicyError, PolicyInForce, Trial, Versions, merged, tenants_of
 from proto.limits import MAX_POLICY_VERSIONS
 from proto.messages import Finished, Submit
@@ -168,8 +168,8 @@ class Kept:
 
     async def start(self) -> "PolicyKeeper":
         self.file = TenantsFile(self.folder / "t.toml")
-        path = self.folder / "policies.json" if self.durable else None
-        keeper = PolicyKeeper(path, self.file, OPTIONS, lambda *told: self.put.append(told))
+        store = PolicyFile(self.folder / "policies.json") if self.durable else None
+        keeper = PolicyKeeper(store, self.file, OPTIONS, lambda *told: self.put.append(told))
         self.put.append(await keeper.start())
         return keeper
 

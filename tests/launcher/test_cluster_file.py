@@ -260,6 +260,16 @@ def test_relative_paths_are_beside_the_file() -> None:
     assert read('model = "./m"\n' + FRONT).model == "/conf/m"
 
 
+def test_several_hosts_may_have_a_coordinator() -> None:
+    """With a database, each host with a coordinator runs one, and all processes get the addresses of all."""
+    other = '[hosts.b]\naddress = "127.0.0.2"\ncoordinator = true\nworkers = "1P1D"\n'
+    found = plans('[autopilot]\nprofile = "p.json"\n[coordinator]\ndatabase = "postgresql://u@h/d"\n' + FRONT + other)
+    every = "tcp://127.0.0.1:7070,tcp://127.0.0.2:7070"
+    assert [process.role for process in found["b"].processes] == ["coordinator", "prefill", "decode"]
+    assert [plan.processes[0].settings.bind for plan in found.values()] == every.split(",")  # type: ignore[attr-defined]
+    assert {process.settings.coordinator for plan in found.values() for process in plan.processes[1:]} == {every}  # type: ignore[attr-defined]
+
+
 def test_autopilot_runs_beside_the_coordinator() -> None:
     """An autopilot section adds one autopilot process on the coordinator's host only."""
     other = '[hosts.b]\naddress = "127.0.0.2"\nworkers = "1P1D"\n'

@@ -18,6 +18,7 @@ from rich.console import Console
 from coordinator.accounting.billing import Closed, Entry, Opened
 from coordinator.accounting.ledger import Ledger
 from coordinator.accounting.quota import Ask
+from coordinator.accounting.sqlite_store import SqliteStore
 from launcher.admin.usage import NoLedger, UsageSettings, add_limits, read, run, show
 from launcher.local import cluster as clusters
 from launcher.process import child_environment
@@ -52,7 +53,7 @@ def event_log(tmp_path: Path) -> str:
     ]
 
     async def body() -> None:
-        ledger = Ledger(path, on_committed=lambda ids: None, on_failed=lambda error: None)
+        ledger = Ledger(SqliteStore(path), on_committed=lambda ids: None, on_failed=lambda error: None)
         await ledger.start(DAY)
         for entry in entries:
             ledger.write(entry)

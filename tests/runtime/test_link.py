@@ -115,6 +115,34 @@ def test_link_carries_messages_and_goodbye() -> None:
     run(body)
 
 
+def test_client_follows_to_the_next_address() -> None:
+    """Of several addresses, a client finds the one where somebody listens, also where one answers nothing."""
+
+    async def body() -> None:
+        a, b = End(), End()
+        with socket.socket() as closed, socket.socket() as silent:
+            closed.bind(("127.0.0.1", 0))
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            first, second = (f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in (closed, silent))
+            server = a.server()
+            address = await server.start()
+            client = b.client(f"{first},{second},{address}", settings=LinkSettings(heartbeat_ms=FAST.heartbeat_ms))
+            began = time.monotonic()
+            await client.start()
+            assert await b.next() == ("up", 7) and client.address == address
+            assert time.monotonic() - began < 3.0
+            await server.close()
+            assert (await b.next())[0] == "down"
+            again = a.server(bind=second.replace("127.0.0.1", "127.0.0.2"))
+            client._addresses[1] = await again.start()
+            assert await b.next() == ("up", 7) and client.address != address
+            await client.close()
+            await again.close()
+
+    run(body)
+
+
 def test_failed_attempts_leak_no_descriptors() -> None:
     """A client that tries in vain to connect leaves no file descriptor open."""
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from coordinator import serve
-from coordinator.serve import LeaderLock, NotLeader
+from coordinator.postgres.leader_lease import NotLeader
+from coordinator.serve import LeaderLock
 from runtime.process import clock
 from runtime.process.driver import Stop
 from runtime.process.exits import ConfigError

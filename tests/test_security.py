@@ -126,6 +126,13 @@ def test_planted_breaks_match_the_page() -> None:
     assert len(BREAKS) > 3 * len(WITHOUT_BREAK) and set(SAMPLE) <= set(BREAKS)
 
 
+@pytest.mark.parametrize("name", BREAKS)
+def test_planted_break_still_applies(name: str) -> None:
+    """The code that a break replaces is still written as it says."""
+    planted = BREAKS[name]
+    assert planted.old in (ROOT / planted.file).read_text(encoding="utf-8"), planted
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.long]) for name in BREAKS]

@@ -34,14 +34,13 @@ def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
 
 def visited(cluster: Live, scene: Callable[[Page], Awaitable[None]], **how: int | str) -> None:
     """Visits the page under load. Whatever the scene does, the page logs no error and asks no other server."""
-    ended = Event()
+    origin, ended = f"http://{cluster.status().metrics['coordinator']}", Event()
 
     def load() -> None:
         while not ended.is_set():
             cluster.complete("Hello, how are you?", 8)
 
     async def visit() -> None:
-        origin = f"http://{cluster.status().metrics['coordinator']}"
         async with opened(f"{origin}/dashboard", **how) as page:  # type: ignore[arg-type]
             await page.until(LIVE)
             await scene(page)

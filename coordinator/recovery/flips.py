@@ -77,7 +77,20 @@ def _refusal_of(state: State, request: FlipRequest, worker: Worker) -> str:
             f"{name} is the only {role} worker of {worker.hello.model} that takes work: nothing would be served without it;"
             " --force does it all the same"
         )
+    if not request.force and request.role is not Role.MIXED and _holds_what_fits_nowhere(state, worker):
+        return (
+            f"{name} holds a request that fits no other {role} worker that takes work; wait for its end, or use --force"
+        )
     return ""
+
+
+def _holds_what_fits_nowhere(state: State, worker: Worker) -> bool:
+    """Whether no other worker of its role that takes work could ever hold one of its requests."""
+    pool = state.cluster.pools[worker.hello.model]
+    side = pool.prefill if worker.hello.role is Role.PREFILL else pool.decode
+    others = [other for other in side.values() if other is not worker and not other.draining]
+    held = filter(None, (state.cluster.current(*key) for key in worker.allocations))
+    return any(not any(other.could_ever_take(request.submit) for other in others) for request in held)
 
 
 def _is_last(state: State, worker: Worker) -> bool:

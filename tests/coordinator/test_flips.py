@@ -11,6 +11,7 @@ from proto.drain import Drained, Draining, DrainRequest, Flip, FlipAnswer, FlipF
 from proto.errors import CancelReason, Interrupt
 from proto.limits import PROTOCOL_VERSION, flips_at_once
 from proto.messages import (
+    Accepted,
     CacheEvents,
     Cancel,
     Finished,
@@ -27,7 +28,7 @@ from proto.messages import (
 from proto.policy import PolicyAction, PolicyRequest
 from proto.progress import DecodeProgress
 from proto.status import FlipStatus
-from tests.coordinator.test_draining import compute, decoding, placed_on
+from tests.coordinator.test_draining import again, compute, decoding, placed_on
 from tests.coordinator.world import Harness, named, submit, worker_hello
 
 
@@ -183,6 +184,19 @@ def test_impossible_flip_is_refused(worker: str, role: Role, why: str) -> None:
     h = Harness.make(prefill=2)
     assert why in ask(h, worker, role)
     assert not h.core.cluster.draining and not h.take(Flip) and not h.core.members.flips
+
+
+def test_worker_that_alone_fits_a_stream_stays() -> None:
+    """A worker keeps its role while it runs a stream that no other worker could hold; by force, the stream waits for it."""
+    h = Harness.make(decode=1)
+    decoding(h, submit("a", 100))
+    h.post(PeerUp(29, worker_hello(Role.DECODE, 29, kv_blocks=2)))
+    assert "holds a request that fits no other decode worker" in ask(h, "decode-20", Role.PREFILL)
+    assert not ask(h, "decode-20", Role.PREFILL, force=True)
+    h.receive(20, Released("a", 1))
+    come_back(h, 20, 30, Role.PREFILL)
+    h.receive(1, again(submit("a", 100), 3))
+    assert h.take(Accepted, 1) and h.core.cluster.requests["a"].waits
 
 
 def test_last_worker_flips_only_by_force() -> None:

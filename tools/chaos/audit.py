@@ -2,6 +2,7 @@
 got."""
 
 import asyncio
+import contextlib
 import os
 import re
 import sqlite3
@@ -39,13 +40,15 @@ class Rest:
 
     roles: dict[str, str] = field(default_factory=dict)
     counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    descriptors: dict[str, Counter[str]] = field(default_factory=dict)  # by kind
     rss_bytes: dict[str, int] = field(default_factory=dict)
     shm_files: list[str] = field(default_factory=list)
     groups: Counter[str] = field(default_factory=Counter)  # the number of each worker's pairs by tcp
     fetch_peers: int = 0  # how many workers each worker may have fetched from, or been fetched from by, since
 
     def as_dict(self) -> dict[str, Any]:
-        return {**vars(self), "groups": dict(self.groups)}
+        plain = {slot: dict(kinds) for slot, kinds in self.descriptors.items()}
+        return {**vars(self), "descriptors": plain, "groups": dict(self.groups)}
 
 
 async def rest(cluster: Cluster) -> Rest:
@@ -65,6 +68,7 @@ async def rest(cluster: Cluster) -> Rest:
             earlier = found.counts.get(member.slot, seen)
             found.roles[member.slot] = member.role
             found.counts[member.slot] = {what: min(earlier[what], seen[what]) for what in seen}
+            found.descriptors[member.slot] = kinds_of_descriptors(member.pid)
             found.rss_bytes[member.slot] = psutil.Process(member.pid).memory_info().rss
         if time.monotonic() > end:
             return found
@@ -89,6 +93,16 @@ def of_process(pid: int) -> dict[str, int]:
     return {"fds": descriptors, "threads": psutil.Process(pid).num_threads(), "memory_maps": len(shared)}
 
 
+def kinds_of_descriptors(pid: int) -> Counter[str]:
+    """Returns the number of its descriptors of each kind; sockets by the state of their connections, and files by name."""
+    kinds: Counter[str] = Counter()
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            kinds[re.sub(r":\[\d+\]$", "", os.readlink(one))] += 1
+    kinds.update(f"socket {one.status}" for one in psutil.Process(pid).net_connections())
+    return kinds
+
+
 async def _of_gateway(address: str) -> dict[str, int]:
     async with aiohttp.ClientSession() as session, session.get(f"http://{address}/metrics") as response:
         text = await response.text()
@@ -110,6 +124,9 @@ def grown(before: Rest, after: Rest) -> list[str]:
             most += FETCH.get(what, 0) * before.fetch_peers if after.roles[slot] in MODULES else 0
             if count > most + SLACK.get(what, 0):
                 found.append(f"{slot} has {count} {what} at rest, where {most} were enough before")
+                if what == "fds":
+                    more = after.descriptors[slot] - before.descriptors.get(slot, Counter())
+                    found[-1] += f"; more than it had: {dict(more)}"
     if len(after.shm_files) > len(before.shm_files):
         found.append(f"new in /dev/shm: {sorted(set(after.shm_files) - set(before.shm_files))}")
     return found

@@ -84,7 +84,8 @@ install() { # EXTRA
 }
 
 pip_install() { # ARGUMENT...
-    logged .venv/install.log .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$@"
+    logged .venv/install.log .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off \
+        --no-compile "$@" # what is imported is compiled then; the rest, most of it, never
 }
 
 logged() { # LOG COMMAND...: pip, with its words in the file, and how far it is on the terminal

@@ -65,6 +65,11 @@ class RequestFailed(CrossdockError):
         self.kind = kind
 
 
+def retry_after_s(response: aiohttp.ClientResponse) -> float | None:
+    text = response.headers.get("Retry-After", "")
+    return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
 class SseReader:
     """Turns the bytes of a server-sent event stream into events. Pure."""
 

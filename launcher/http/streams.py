@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import aiohttp
 
-from launcher.http.client import events
+from launcher.http.client import events, retry_after_s
 from proto.errors import CrossdockError
 from runtime.process import clock
 
@@ -22,6 +22,9 @@ WORDS = tuple(
     guy moment air teacher force education
     """.split()
 )
+
+
+TRIES_MAX = 10
 
 
 class BenchFailed(CrossdockError):
@@ -50,7 +53,8 @@ async def stream_completion(
     session: aiohttp.ClientSession, model: str, prompt: str, max_tokens: int, into: ClientStream | None = None
 ) -> ClientStream:
     """Requests one completion with exactly `max_tokens` tokens. Arrivals are noted as they come, so they are there even if it
-    is cancelled midway. Raises `RequestFailed` unless the stream ends cleanly, and `BenchFailed` if the usage is missing.
+    is cancelled midway. A request that is refused for now comes again when told, and its wait counts. Raises
+    `RequestFailed` unless the stream ends cleanly, and `BenchFailed` if the usage is missing.
     """
     body = {
         "model": model,
@@ -64,11 +68,16 @@ async def stream_completion(
     stream = into or ClientStream(0.0)
     stream.sent_at = clock.now()
     usage = None
-    async with session.post("/v1/completions", json=body) as response:
-        async for event, now in events(response):
-            if event.choices:
-                stream.arrivals.append(now)
-            usage = event.usage or usage
+    for tries_left in reversed(range(TRIES_MAX)):
+        async with session.post("/v1/completions", json=body) as response:
+            wait_s = retry_after_s(response) if response.status in {429, 503} and tries_left else None
+            if wait_s is None:
+                async for event, now in events(response):
+                    if event.choices:
+                        stream.arrivals.append(now)
+                    usage = event.usage or usage
+                break
+        await asyncio.sleep(wait_s)
     stream.ended_at = clock.now()
     if usage is None:
         raise BenchFailed("the server sent no usage, though stream_options asked for it")

@@ -22,6 +22,7 @@ from launcher.http.client import (
     headers,
     read_whole,
     reason,
+    retry_after_s,
 )
 from launcher.load.plan import NEVER, PlannedRequest
 from launcher.load.prompts import Prompt
@@ -163,7 +164,7 @@ async def _answer(
     record.request_id = response.headers.get("X-Request-Id", "")[:200]
     if response.status != 200:
         record.outcome = f"http_{response.status}"
-        record.retry_after_s = _seconds(response.headers.get("Retry-After", ""))
+        record.retry_after_s = retry_after_s(response)
         record.detail = reason(await read_whole(response, ERROR_BYTES_MAX))
         return
     if response.content_type != "text/event-stream":
@@ -183,7 +184,3 @@ async def _answer(
         raise RequestFailed("empty", "no token came")
     record.outcome = OK
     await drain(response)
-
-
-def _seconds(text: str) -> float | None:
-    return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None

@@ -6,7 +6,15 @@ import random
 import pytest
 
 from launcher.http.client import RequestFailed, new_session
-from launcher.http.streams import BenchFailed, ClientStream, gaps_between, long_prompt, percentile, stream_completion
+from launcher.http.streams import (
+    TRIES_MAX,
+    BenchFailed,
+    ClientStream,
+    gaps_between,
+    long_prompt,
+    percentile,
+    stream_completion,
+)
 from tests.launcher.scripted_server import DONE, STREAM, event, refusal, serving, token, usage
 
 TOKENS = b"".join(token(word) for word in ("a", '"error"', "data: {"))
@@ -45,6 +53,19 @@ def test_unclean_stream_end_fails_measurement(body: bytes, head: bytes) -> None:
     """A stream that does not end cleanly makes the measurement fail."""
     with pytest.raises((BenchFailed, RequestFailed)):
         _complete(body, head)
+
+
+def test_refused_stream_comes_again_when_told() -> None:
+    """A request that is refused for now is sent again, a bounded number of times."""
+
+    async def scene() -> None:
+        body = refusal(429, "Retry-After: 0")
+        async with serving([(0.0, body)]) as server, new_session(server.url) as session:
+            with pytest.raises(RequestFailed, match="busy"):
+                await stream_completion(session, "m", "p", 3)
+            assert len(server.came) == TRIES_MAX
+
+    asyncio.run(scene())
 
 
 def test_gaps_stay_within_stream_and_window() -> None:

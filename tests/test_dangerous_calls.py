@@ -97,7 +97,8 @@ def without_refusal_of_code(tree: ast.AST) -> list[int]:
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
         owner = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-        loads = name in ("from_pretrained", "get_class_from_dynamic_module", "pipeline")
+        loads = name in ("from_pretrained", "get_class_from_dynamic_module")
+        loads |= name == "pipeline" and bool(node.args or node.keywords)  # psycopg's takes nothing
         if loads or (name == "from_config" and owner.startswith("Auto")):
             said = [word.value for word in node.keywords if word.arg == "trust_remote_code"]
             if not (said and isinstance(said[0], ast.Constant) and said[0].value is False):

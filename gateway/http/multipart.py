@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import unquote_to_bytes
 
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
@@ -101,8 +102,12 @@ def _part(disposition: bytes) -> Part:
     """Raises `ApiError`."""
     if disposition.count(b";") > _PARAMETERS_MAX:
         raise bad_value(None, f"A part of the body has more than {_PARAMETERS_MAX} parameters.", "invalid_multipart")
-    kind, options = parse_options_header(disposition)
+    # RFC 7578 forbids `filename*=`, and the parser skips it. Clients with urllib3 1 write names so that are not ASCII.
+    kind, options = parse_options_header(disposition.replace(b"filename*=", b"encoded="))
     name, filename = options.get(b"name"), options.get(b"filename")
+    charset, _, encoded = options.get(b"encoded", b"").partition(b"'")
+    if charset.lower() == b"utf-8":
+        filename = unquote_to_bytes(encoded.partition(b"'")[2])
     if kind != b"form-data" or name is None:
         raise bad_value(None, "A part of the body has no name.", "invalid_multipart")
     return Part(_text(name), None if filename is None else _text(filename))

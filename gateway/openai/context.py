@@ -47,6 +47,8 @@ class ServedModel:
             found.append(f"{model} has no chat template, so it serves completions only: add its chat_template.jinja")
         elif fault := self.tokenizer.template.fault:
             found.append(f"{model} serves completions only: {fault}")
+        elif hidden := sorted(self.tokenizer.template.hidden_roles):
+            found.append(f"{model} refuses chats with text of {', '.join(hidden)}: its chat template does not show it")
         if self.grammars.fault:
             found.append(f"{model} cannot have tools, structured output or grammars: {self.grammars.fault}")
         return found

@@ -15,6 +15,7 @@ class TemplateFacts:
     response_template: dict[str, Any] | None = None  # the model's own description of its answers
     roles_in_parts: frozenset[str] = frozenset()  # Roles whose content the template reads as a list of parts only
     shows_system: bool = True
+    hidden_roles: frozenset[str] = frozenset()  # Roles whose content the template drops without an error
     fault: str = ""  # Why the model cannot chat with this template; empty: it can
 
     @property
@@ -39,6 +40,10 @@ def template_facts(hf_tokenizer: Any) -> TemplateFacts:
 _MARK: Final = "crossdock 7f3a9c"
 _USER: Final = {"role": "user", "content": "x"}
 _CALL: Final = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
+_TOOL: Final = {
+    "type": "function",
+    "function": {"name": "f", "description": "x", "parameters": {"type": "object", "properties": {}}},
+}
 _CONVERSATIONS: Final[dict[str, list[Any]]] = {
     "user": [{"role": "user", "content": _MARK}],
     "system": [{"role": "system", "content": _MARK}, _USER],
@@ -53,23 +58,29 @@ class TemplateError(Exception):
     """The chat template does not take these messages; `str()` is for the user."""
 
 
-def with_content_forms(facts: TemplateFacts, render: Callable[[list[dict[str, Any]]], str]) -> TemplateFacts:
+def with_content_forms(facts: TemplateFacts, render: Callable[..., str]) -> TemplateFacts:
     """Adds what the template shows of each role's content, found by rendering a mark as a string and as a part. `render`
-    raises `TemplateError`."""
-    in_parts, shown, fault = set[str](), set[str](), ""
+    is `ModelTokenizer.apply_template`."""
+    in_parts, shown, hidden, fault = set[str](), set[str](), set[str](), ""
     for role, conversation in _CONVERSATIONS.items():
         for roles in (in_parts, in_parts | {role}):
             try:
-                if _MARK in render(as_parts(conversation, roles)):
+                if _MARK in render(as_parts(conversation, roles), [_TOOL] if role == "tool" else None):
                     shown.add(role)
                     in_parts = roles
                     break
+                hidden.add(role)
             except TemplateError as error:
                 fault = fault or str(error)
         if not shown:
             fault = fault or "the model's chat template does not show the text of messages"
             return replace(facts, fault=fault)
-    return replace(facts, roles_in_parts=frozenset(in_parts), shows_system="system" in shown)
+    return replace(
+        facts,
+        roles_in_parts=frozenset(in_parts),
+        shows_system="system" in shown,
+        hidden_roles=frozenset(hidden - shown),
+    )
 
 
 def as_parts(messages: list[dict[str, Any]], roles: Collection[str]) -> list[dict[str, Any]]:

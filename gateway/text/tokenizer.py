@@ -151,6 +151,9 @@ class ModelTokenizer:
         """Raises `TemplateError`. The template is the model's, and runs in transformers' sandbox."""
         from jinja2 import TemplateError as JinjaError
 
+        for message in messages:
+            if message["content"] and message["role"] in self.template.hidden_roles:
+                raise TemplateError(f"the model's chat template does not show messages of the role {message['role']!r}")
         try:
             text = self._hf.apply_chat_template(
                 as_parts(messages, self.template.roles_in_parts),

@@ -63,11 +63,19 @@ def test_faulty_model_file_is_named(model: Path, tmp_path: Path, files: dict[str
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("template", ["", None])
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("", "no chat template"),
+        (None, "no chat template"),
+        ("{% if %}", "serves completions only: the model's chat template"),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "text of assistant, system, tool"),
+    ],
+)
 def test_missing_template_is_said(
-    model: Path, tmp_path: Path, template: str | None, capfd: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, template: str | None, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a chat template, the start says that only completions are served."""
+    """Without a chat template, or with one that cannot show all messages, the start says what is not served."""
     served = ServedModel(load(with_files(model, tmp_path, {"chat_template.jinja": template})), ModelRules("m", 1))
     asyncio.run(_say_warnings([served], log.configure(level="warning", fmt="json", process="g")))
-    assert "no chat template" in served.warnings[0] and "no chat template" in printed(capfd)
+    assert said in served.warnings[0] and said in printed(capfd)

@@ -101,6 +101,36 @@ def test_useless_template_refuses_chat(template: str, why: str) -> None:
         rendered(template, MESSAGES)
 
 
+SKIPS = (
+    "{% if tools %}<tool_call>{% endif %}"
+    "{% for m in messages if m.role != 'ROLE' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("role", "messages"),
+    [
+        ("system", [{"role": "system", "content": "S"}, *MESSAGES]),
+        ("system", [{"role": "developer", "content": [{"type": "text", "text": "S"}]}, *MESSAGES]),
+        ("assistant", [*MESSAGES, {"role": "assistant", "content": "A"}, *MESSAGES]),
+        (
+            "tool",
+            [
+                *MESSAGES,
+                {"role": "assistant", "tool_calls": [CUT]},
+                {"role": "tool", "tool_call_id": "c1", "content": "R"},
+            ],
+        ),
+    ],
+)
+def test_dropped_role_is_refused(role: str, messages: list[dict[str, Any]]) -> None:
+    """A template that drops the text of a role in silence is found when the model is loaded; other chats are served."""
+    template = SKIPS.replace("ROLE", role)
+    assert rendered(template, MESSAGES) == "<user>Hi"
+    with pytest.raises(ApiError, match=f"does not show messages of the role '{role}'"):
+        rendered(template, messages)
+
+
 def test_tools_need_no_system_role() -> None:
     """Tools go into the user's message if the template has no system, and what crossdock writes keeps roles in turns."""
     assert rendered(GEMMA, MESSAGES, tools=[TOOL]).endswith("\n\nHi")

@@ -154,6 +154,8 @@ class Coordinator:
     async def run(self, stop: asyncio.Event, bind_within_s: float = 0.0) -> int:
         """Serve until `stop`, a failure, or an absence. `bind_within_s`: how long a predecessor may take to let the port go."""
         watching: list[asyncio.Task[None]] = []
+        lost = [self.lease.lost] if self.lease is not None else []
+        ends: list[asyncio.Task[object]] = [asyncio.create_task(end.wait()) for end in (self.failure, stop, *lost)]
         try:
             if self.recorder is not None:
                 self.recorder.open()
@@ -161,7 +163,12 @@ class Coordinator:
             raise ConfigError(f"--event-log: {error}") from error
         try:
             await self.observed.listen()
-            policies = await self._configure()
+            configuring = asyncio.create_task(self._configure())
+            await asyncio.wait([configuring, *ends], return_when=asyncio.FIRST_COMPLETED)
+            if not configuring.done():
+                await self._close_ledger([configuring, *ends])
+                return 0 if stop.is_set() else 1
+            policies = configuring.result()
             watching.append(watched(policies.serve(lambda: status.arms(self.core.state))))
             if self.tenants is not None:
                 watching.append(watched(self.tenants.watch(policies.file_changed)))
@@ -179,9 +186,7 @@ class Coordinator:
             return 1
         self.stall_detector.begin(clock.now())
         watching.append(watched(garbage_collector.collect_seldom(self.load, clock.now)))
-        ends = [asyncio.create_task(end) for end in (self.failure.wait(), stop.wait(), self._absent())]
-        if self.lease is not None:
-            ends.append(asyncio.create_task(self.lease.lost.wait()))
+        ends.append(asyncio.create_task(self._absent()))
         own = (Role.COORDINATOR, self.name, self.observed.address)
         pages = {"/targets": lambda: status.targets(own, [peer.hello for peer in self.peers.values()])}
         self.observed.show(self.metrics.registry, lambda: None, pages, (site.PATH, self._dashboard()))

@@ -26,8 +26,8 @@ rows of the last minute.
 **The event loop never waits.** Entries go into a bounded queue; the thread takes all that is there, commits them as one
 transaction and tells the loop which requests are on disk. More load makes larger batches, not more commits.
 
-**Locked, full or hanging storage is waited for.** The thread tries to commit its batch until it succeeds. Meanwhile `trouble`
-says why new requests are refused.
+**Locked, full or hanging storage is waited for.** The thread tries to open the store, and to commit each batch, until it
+succeeds. Meanwhile `trouble` says why new requests are refused.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ from typing import Final, Protocol, TypeVar
 from coordinator.accounting.billing import Entry, Opened, Past
 from coordinator.accounting.quota import DAY_S
 from proto.errors import CrossdockError
-from runtime.process import clock, log
+from runtime.process import clock, log, notify
 
 T = TypeVar("T")
 QUEUE_MAX: Final = 1 << 16
@@ -108,7 +108,8 @@ class Ledger:
         self._thread: threading.Thread | None = None
 
     async def start(self, today: int) -> Past:
-        """Open the store, and read what it says of `today` and of open requests. Raises `LedgerError`."""
+        """Open the store, and read what it says of `today` and of open requests. Waits for storage that does not answer;
+        `close` ends that. Raises `LedgerError`."""
         loop = asyncio.get_running_loop()
         past: Future[Past] = Future()
         self._thread = threading.Thread(target=self._run, args=(loop, past, today), name="ledger", daemon=True)
@@ -165,8 +166,11 @@ class Ledger:
 
     def _run(self, loop: asyncio.AbstractEventLoop, past: "Future[Past]", today: int) -> None:
         try:
-            self._store.open()
-            past.set_result(self._read(today))
+            past.set_running_or_notify_cancel()
+            while not past.done():
+                self._open(past, today)
+                if not past.done() and self._ends.wait(RETRY_S):
+                    return
             while self._write_batch(loop):
                 self._prune_if_due()
         except BaseException as error:  # noqa: BLE001 - a thread that ends in silence holds back every message for ever
@@ -179,6 +183,20 @@ class Ledger:
                 _tell(loop, self._on_failed, failure)
         finally:
             self._store.close()
+
+    def _open(self, past: "Future[Past]", today: int) -> None:
+        try:
+            self._store.open()
+            past.set_result(self._read(today))
+        except StorageUnavailable as error:
+            self._store.close()
+            if not self._failure:
+                said = "the usage ledger cannot be read; the coordinator waits for it"
+                log.get("crossdock.ledger").error(said, usage_db=self._store.name, error=str(error))
+                notify.ready(f"waits for {self._store.name}")
+            self._failure = str(error)
+        else:
+            self._failure = ""
 
     def _read(self, today: int) -> Past:
         past, unreadable = self._store.read(today)

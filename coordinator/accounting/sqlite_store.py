@@ -33,7 +33,6 @@ from runtime.process import clock
 from runtime.process.exits import is_passing
 from runtime.storage.private_file import make_private
 
-_BUSY_TIMEOUT_S: Final = 10.0  # how long a start waits for a locked file
 _MEND: Final = f"""
 UPDATE OR IGNORE usage SET charged_tokens = 0 -- no sum of a day can be made without infinity or NaN
 WHERE typeof(charged_tokens) <> 'integer' AND request_id IN {OLD}
@@ -71,18 +70,16 @@ class SqliteStore:
         """Raises `LedgerError`, or `OSError`."""
         make_private(self.path)
         try:
-            self._connection = sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
+            self._connection = sqlite3.connect(self.path, timeout=RETRY_S, isolation_level=None)
             _prepare(self._connection)
         except sqlite3.Error as error:
-            raise LedgerError(str(error)) from error
+            raise (StorageUnavailable if is_passing(error) else LedgerError)(str(error)) from error
 
     def read(self, today: int) -> tuple[Past, int]:
         try:
             return read_past(self._db, today, clock.unix_time())
         except sqlite3.Error as error:
-            raise LedgerError(str(error)) from error
-        finally:
-            self._db.execute(f"PRAGMA busy_timeout = {RETRY_S * 1000:.0f}")
+            raise _failure(error) from error
 
     def commit(self, entries: Sequence[Entry]) -> None:
         db = self._db

@@ -2,11 +2,14 @@
 
 import asyncio
 import os
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from coordinator import serve
+from coordinator.accounting.ledger import RETRY_S
 from coordinator.postgres.leader_lease import NotLeader
 from coordinator.serve import LeaderLock
 from runtime.process import clock
@@ -14,7 +17,7 @@ from runtime.process.driver import Stop
 from runtime.process.exits import ConfigError
 from runtime.settings.roles import CoordinatorSettings
 from runtime.storage.lock_file import network_file_system
-from tests.helpers import printed
+from tests.helpers import printed, until
 
 SOON_S = 60.0
 
@@ -201,6 +204,34 @@ def test_unreadable_ledger_names_usage_db_option(tmp_path: Path, capfd: pytest.C
     settings = CoordinatorSettings(usage_db=str(path), bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
     assert asyncio.run(asyncio.wait_for(serve.serve(settings, Stop()), 60)) == 1
     assert f"--usage-db: {path}: file is not a database" in printed(capfd)
+
+
+@pytest.mark.parametrize("is_released", [True, False])
+def test_locked_ledger_delays_the_start(tmp_path: Path, capfd: pytest.CaptureFixture[str], is_released: bool) -> None:
+    """A start waits for a locked ledger and says so once. It then serves, or ends in order when it is told to."""
+    path, said = tmp_path / "usage.sqlite", list[str]()
+    settings = CoordinatorSettings(usage_db=str(path), bind="tcp://127.0.0.1:0", metrics="off", log_format="json")
+
+    def has_said(words: str) -> bool:
+        said.append(printed(capfd))
+        return words in "".join(said)
+
+    async def work() -> int:
+        stop = Stop()
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            serving = asyncio.create_task(serve.serve(settings, stop))
+            await until(lambda: has_said("the coordinator waits for it"))
+            await asyncio.sleep(3 * RETRY_S)
+            assert not has_said("listening") and not serving.done()
+            if is_released:
+                other.execute("ROLLBACK")
+                await until(lambda: has_said("listening"))
+            stop.set()
+            return await asyncio.wait_for(serving, 5)
+
+    assert asyncio.run(work()) == 0
+    assert "".join(said).count("the coordinator waits for it") == 1
 
 
 def test_wall_clock_step_reaches_quotas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,25 @@ def test_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert rows(path) == {"r": ("finished", closed("r").charged_tokens)}
 
 
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_BUSY, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR | 3 << 8])
+def test_start_waits_for_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """A ledger whose file is locked, full or failing when it is opened is tried again until it can be read."""
+    path, tries, real = tmp_path / "usage.sqlite", iter(range(3)), sqlite_store._prepare
+    write(path, opened("r"))
+
+    def fails_thrice(db: sqlite3.Connection) -> None:
+        if next(tries, None) is None:
+            return real(db)
+        error = sqlite3.OperationalError("not now")
+        error.sqlite_errorcode = code
+        raise error
+
+    monkeypatch.setattr(sqlite_store, "_prepare", fails_thrice)
+    monkeypatch.setattr(ledger_module, "RETRY_S", 0.01)
+    assert [row.request_id for row in past_of(path).open] == ["r"]
+    assert next(tries, None) is None
+
+
 def test_kill_loses_and_doubles_no_charge(tmp_path: Path) -> None:
     """Acknowledged requests stay charged exactly once though the process is killed while it writes."""
     path = tmp_path / "usage.sqlite"

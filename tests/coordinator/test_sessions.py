@@ -6,7 +6,8 @@ from hashlib import blake2b
 
 import pytest
 
-from proto.codec import pack_tokens
+from engine.kv.allocator import BlockAllocator
+from proto.codec import pack_tokens, split_hashes
 from proto.limits import HASH_BYTES
 from proto.messages import Submit
 from proto.progress import EndPrefix, EndSession
@@ -94,6 +95,37 @@ def test_session_names_are_per_tenant() -> None:
     assert went_on.session is turn.session and went_on.kept_tokens == 3
     answered(sessions, went_on, 5.0)
     assert sorted(sessions.end("a", b"name")) == sorted((first.tail, went_on.tail)) and sessions.end("a", b"name") == []
+
+
+ANSWERS = {"first": tuple(range(100, 120)), "again": tuple(range(200, 220))}
+
+
+@pytest.mark.parametrize(
+    ("turns", "left"),
+    [
+        ([("", "first"), ("first", "again")], 0),
+        ([("", "first"), ("", "again")], 0),
+        ([("", "first"), ("", "again"), ("again", "first")], 0),
+        ([("", "first"), ("first", "again"), ("", "again"), ("again", "first")], 0),
+        ([("", "first"), ("again", "first")], 5 + 5),
+    ],
+    ids=["goes on", "generated again", "the new answer goes on", "goes back", "the client changed the answer"],
+)
+def test_ended_name_leaves_no_kv(turns: list[tuple[str, str]], left: int) -> None:
+    """A worker keeps no block of a name's sessions, answers that were generated again included, after the name is ended."""
+    sessions, kept, now = Sessions(), BlockAllocator(200), 0.0
+    for number, (before, answer) in enumerate(turns):
+        prompt = (*PROMPT, *ANSWERS[before], number) if before else PROMPT
+        turn = came(sessions, prompt, now := now + 1.0, "a", b"name")
+        hashes = split_hashes(submit((*prompt, *ANSWERS[answer]))[0].block_hashes)
+        blocks = kept.match_prefix(hashes)
+        blocks += kept.allocate(len(hashes) - len(blocks))
+        kept.insert(hashes, blocks)
+        kept.free(blocks)
+        answered(sessions, turn, now)
+    for tail in sessions.end("a", b"name"):
+        kept.end(split_hashes(tail))
+    assert kept.cached_count == left
 
 
 def test_name_used_again_follows_nothing() -> None:

@@ -163,12 +163,9 @@ class Coordinator:
             raise ConfigError(f"--event-log: {error}") from error
         try:
             await self.observed.listen()
-            configuring = asyncio.create_task(self._configure())
-            await asyncio.wait([configuring, *ends], return_when=asyncio.FIRST_COMPLETED)
-            if not configuring.done():
-                await self._close_ledger([configuring, *ends])
+            policies = await self._configured(ends)
+            if policies is None:
                 return 0 if stop.is_set() else 1
-            policies = configuring.result()
             watching.append(watched(policies.serve(lambda: status.arms(self.core.state))))
             if self.tenants is not None:
                 watching.append(watched(self.tenants.watch(policies.file_changed)))
@@ -266,6 +263,15 @@ class Coordinator:
             if self.outbox.uncommitted:
                 self._refuse_uncommitted()
             await asyncio.sleep(self.stall_detector.limit_s / 8)
+
+    async def _configured(self, ends: "list[asyncio.Task[object]]") -> PolicyKeeper | None:
+        """As `_configure`. None: one of `ends` came while the ledger's storage was waited for."""
+        configuring = asyncio.create_task(self._configure())
+        await asyncio.wait([configuring, *ends], return_when=asyncio.FIRST_COMPLETED)
+        if configuring.done():
+            return configuring.result()
+        await self._close_ledger([configuring, *ends])
+        return None
 
     async def _configure(self) -> PolicyKeeper:
         """Tell the core who its tenants are and what they used, before anyone joins. Raises `TenantsError`, `LedgerError`,

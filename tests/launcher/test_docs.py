@@ -189,7 +189,8 @@ def test_options_in_prose_exist() -> None:
             "--gpu-memory-utilization",
             "--tensor-parallel-size",
             "--max-num-batched-tokens",
-            "--faults",  # of scripts/chaos and scripts/simulate, as is the next
+            "--faults",  # of scripts/chaos and scripts/simulate, as are the next two
+            "--hosts",
             "--seeds",
             "--constrained-share",
             "--answers",

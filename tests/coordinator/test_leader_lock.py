@@ -1,6 +1,7 @@
 """Of two coordinators of one ledger one serves at a time, and no turn is lost with who waited for it."""
 
 import asyncio
+import errno
 import os
 import sqlite3
 from contextlib import closing
@@ -14,7 +15,7 @@ from coordinator.postgres.leader_lease import NotLeader
 from coordinator.serve import LeaderLock
 from runtime.process import clock
 from runtime.process.driver import Stop
-from runtime.process.exits import ConfigError
+from runtime.process.exits import CONFIG_EXIT, ConfigError
 from runtime.settings.roles import CoordinatorSettings
 from runtime.storage.lock_file import network_file_system
 from tests.helpers import printed, until
@@ -232,6 +233,20 @@ def test_locked_ledger_delays_the_start(tmp_path: Path, capfd: pytest.CaptureFix
 
     assert asyncio.run(work()) == 0
     assert "".join(said).count("the coordinator waits for it") == 1
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 1), (errno.EROFS, 1), (errno.EACCES, CONFIG_EXIT)])
+def test_full_disk_at_a_start_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, status: int) -> None:
+    """A coordinator whose policies do not fit on the disk ends with a status after which systemd starts it again."""
+    settings = CoordinatorSettings(usage_db=str(tmp_path / "usage.sqlite"), bind="tcp://127.0.0.1:0", metrics="off")
+
+    def fails(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("coordinator.policy_keeper.os.fsync", fails)
+    with pytest.raises(ConfigError, match=f"--usage-db: .*{os.strerror(number)}") as caught:
+        asyncio.run(asyncio.wait_for(serve.serve(settings, Stop()), 60))
+    assert caught.value.exit_status == status
 
 
 def test_wall_clock_step_reaches_quotas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,9 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -168,6 +169,26 @@ def test_locked_ledger_is_waited_for(tmp_path: Path) -> None:
 
     with_ledger(path, work)
     assert rows(path) == {"r": ("finished", closed("r").charged_tokens)}
+
+
+def test_hanging_ledger_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the disk does not answer at all, the ledger says so; what waited is written once it does."""
+    path, answers, real = tmp_path / "usage.sqlite", threading.Event(), SqliteStore.commit
+
+    def hangs(self: SqliteStore, entries: Sequence[Entry]) -> None:
+        assert answers.wait(60)
+        real(self, entries)
+
+    monkeypatch.setattr(SqliteStore, "commit", hangs)
+
+    async def work(ledger: Ledger, _past: Past, committed: list[str]) -> None:
+        ledger.write(opened("r"))
+        await until(lambda: "no answer yet" in ledger.trouble(clock.now() + LATE_S))
+        assert not committed
+        answers.set()
+        await until(lambda: committed == ["r"] and not ledger.trouble(clock.now() + LATE_S))
+
+    with_ledger(path, work)
 
 
 @pytest.mark.parametrize("code", [sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR | 3 << 8, sqlite3.SQLITE_CANTOPEN])

@@ -14,6 +14,7 @@ import uvloop
 from rich.console import Console
 
 from tests import tiny_models
+from tests.e2e.netns import network
 from tests.helpers import first
 from tools.chaos.__main__ import chaos
 from tools.chaos.cancels import cancels
@@ -80,6 +81,25 @@ def test_killed_workers_change_no_token(model: Path, tmp_path: Path) -> None:
         return result.violations
 
     on(lambda: Cluster(model, tmp_path), work)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("cut_share", [0.0, 1.0], ids=["killed", "cut off"])
+def test_lost_hosts_change_no_token(model: Path, tmp_path: Path, cut_share: float) -> None:
+    """The loss of a host with a prefill and a decode worker ends no stream and changes no token."""
+    plan = Plan(
+        seed=SEED, hosts=True, faults=4, stop_share=cut_share, overlap=0.0, pause_s=0.3, clients=4, orders=12,
+        output_tokens_max=300, leave_share=0.0,
+    )  # fmt: skip
+
+    async def work(cluster: Cluster) -> list[str]:
+        result = await chaos(cluster, plan)
+        assert sum(fault.role == "host" for fault in result.faults) == 4 and result.answers > 10
+        return result.violations
+
+    with network() as hosts:
+        on(lambda: Cluster(model, tmp_path, network=hosts), work)
 
 
 def test_standby_coordinator_takes_over(model: Path, tmp_path: Path) -> None:

@@ -92,9 +92,10 @@ def test_queries_scaled_by_position(tmp_path: Path) -> None:
     assert engine.backend.startswith("transformers") and difference(engine, path) < TOLERANCE
 
 
-def test_check_sees_distant_positions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["ministral3-llama_4", "ministral3-beta-1"])
+def test_check_sees_distant_positions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check after load alone finds kernels that do not scale queries beyond position 64."""
-    path = make("ministral3-beta-1", tmp_path)
+    path = make(name, tmp_path)
     monkeypatch.setattr(recognise, "unknown_code", lambda *_: None)
     assert support.load(path).backend.startswith("transformers")
 

@@ -12,10 +12,12 @@ from transformers import AutoConfig, T5Config, T5ForConditionalGeneration
 
 from engine.attention import torch_backend
 from engine.model import backend
+from engine.model.errors import ContextUnsupported
 from engine.model.loader import ModelUnsupported, load_engine  # type: ignore[attr-defined]
 from proto.limits import context_tokens
 from tests import tiny_models
 from tests.engine import support
+from tests.engine.configurations import ROPES
 
 TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({"state_size": 8, "head_dim": None}, "position_ids"),
@@ -170,8 +172,22 @@ def test_yarn_extends_the_context(tmp_path: Path) -> None:
     assert context_tokens(json.loads((path / "config.json").read_text())) == 1024
 
 
-def test_dynamic_rope_caps_the_context(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("positions", "rope"),
+    [(256, {"rope_type": "dynamic", "factor": 4.0}), (1024, {**ROPES["longrope"], "factor": 4.0})],
+    ids=["dynamic", "longrope"],
+)
+def test_dynamic_rope_caps_the_context(tmp_path: Path, positions: int, rope: dict[str, Any]) -> None:
     """The context is capped at the model's own length if rope depends on the batch."""
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-    path = tiny_models.make("llama", tmp_path, max_position_embeddings=256, rope_parameters=rope)
+    rope = {"rope_theta": 10000.0, **rope}
+    path = tiny_models.make("llama", tmp_path, max_position_embeddings=positions, rope_parameters=rope)
     assert support.load(path).info.context_tokens == 256
+
+
+def test_option_lowers_the_context(tmp_path: Path) -> None:
+    """The context can be set lower than the model's, and not higher, nor below what a check needs."""
+    path = str(tiny_models.make("llama", tmp_path))
+    assert load_engine(path, kv_bytes=1 << 22, context_tokens_max=128).info.context_tokens == 128
+    for tokens in (513, 1):
+        with pytest.raises(ContextUnsupported, match=f"{tokens} tokens; the model takes .* to 512"):
+            load_engine(path, kv_bytes=1 << 22, context_tokens_max=tokens)

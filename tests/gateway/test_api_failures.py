@@ -25,6 +25,7 @@ from tests.helpers import until
         (Reject.SHUTTING_DOWN, 503, "shutting_down"),
         (Reject.EXPIRED, 503, "queue_timeout"),
         (Reject.RETRY_BUDGET, 503, "recovering"),
+        (Reject.STORAGE, 503, "storage_unavailable"),
         (Reject.TOO_LONG, 400, "context_length_exceeded"),
         (Reject.TOO_LARGE, 400, "context_length_exceeded"),
         (Reject.LOSES_WORKERS, 500, "loses_workers"),

@@ -38,6 +38,8 @@ REFUSED: list[tuple[Callable[[Desk], Any], int, str]] = [
     (lambda desk: desk.upload(b"{}\n", **{"expires_after[seconds]": "1"}), 400, "expires_after.anchor"),
     (lambda desk: desk.ask("POST", "/v1/files", files={"purpose": (None, "batch")}), 400, "file"),
     (lambda desk: desk.ask("POST", "/v1/files", json={"purpose": "batch"}), 415, None),  # type: ignore[list-item]
+    (lambda desk: desk.ask("POST", "/v1/files", content=b"--x--", headers={"Content-Encoding": "gzip",  # type: ignore[list-item]
+                           "Content-Type": "multipart/form-data; boundary=x"}), 415, None),
     (lambda desk: desk.ask("POST", "/v1/files", content=b"--x", headers={"Content-Type": "multipart/form-data; boundary=x"}),  # type: ignore[list-item]
      400, None),
     (lambda desk: desk.create("file-none"), 404, "input_file_id"),
@@ -320,10 +322,23 @@ def test_large_file_never_blocks_the_loop(tmp_path: Path, content: bytes, monkey
         gc.enable()
 
 
-def test_odd_forms_leave_the_loop_free(tmp_path: Path) -> None:
-    """Heads of 4 KiB that take long to parse, in many forms at once, cost the loop's thread little."""
-    odd = b'Content-Disposition: form-data; name="x";";' + b";" * 3_900 + b"\r\n\r\n"
-    form = b"".join(b"--b\r\n" + odd + b"x\r\n" for _ in range(14)) + b"--b--"
+_NAMED = b'--b\r\nContent-Disposition: form-data; name="x"'
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        (_NAMED + b';";' + b";" * 3_900 + b"\r\n\r\nx\r\n") * 14,
+        b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\n' + b"\r\n--bX" * 10_000,
+        (_NAMED + b";a" * 31 + b"\r\nA:" + b";" * 4_000 + b"\r\n\r\n\r\n") * 16,
+        (_NAMED + b"; filename*=utf-8''" + b"%" * 3_900 + b"\r\n\r\nx\r\n") * 14,
+        (_NAMED + b'; filename="' + b"\\\\" * 1_900 + b'"\r\n\r\nx\r\n') * 14,
+    ],
+    ids=["semicolons", "almost boundaries", "another header", "percent signs", "backslashes"],
+)
+def test_odd_forms_leave_the_loop_free(tmp_path: Path, form: bytes) -> None:
+    """Forms that take long to parse, many at once, cost the loop's thread little."""
+    form += b"\r\n--b--"
 
     async def body(desk: Desk) -> None:
         desk.site.app = desk.app  # type: ignore[assignment]

@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
+from tokenizers import AddedToken
 
 from gateway.http.errors import ApiError
 from gateway.main import _say_warnings
@@ -17,7 +19,8 @@ from gateway.text.tokenizer import ModelFacts, ModelTokenizer
 from runtime.process import log
 from tests import tiny_models
 from tests.gateway import tokenizers
-from tests.gateway.fakes import MODEL, make_site
+from tests.gateway.fakes import MODEL, Site, make_site
+from tests.gateway.http_words import chat, on_site, post
 from tests.helpers import printed
 
 TOKENS = tiny_models.tokenizer().backend_tokenizer.get_vocab_size()
@@ -119,6 +122,33 @@ def test_crash_is_not_the_clients_fault(monkeypatch: pytest.MonkeyPatch) -> None
         assert await refusal(checker, "a", "fill") == module.TOO_LARGE and "a" in checker._slow
 
     with_checker(test)
+
+
+@pytest.mark.parametrize("more", [1, 40])
+def test_larger_tokenizer_serves_forms(more: int) -> None:
+    """A tokenizer with more tokens than its model serves forms and tools; a prompt with such a token is a 400."""
+
+    async def test(site: Site) -> None:
+        raw = tokenizers.sentencepiece_like()
+        raw.add_special_tokens([AddedToken(f"<extra{number}>", special=True) for number in range(more)])
+        tokenizer = tokenizers.wrapped(raw)
+        tokenizer.facts = replace(tokenizer.facts, vocab_size=raw.get_vocab_size() - more - 1, eos_ids=frozenset({0}))
+        served = ServedModel(tokenizer, ModelRules(MODEL, 16))
+        site.gateway.models = [served]  # type: ignore[misc]
+        ids = [*tokenizer.encode("a", add_special_tokens=False), 0]
+        site.cluster.answer = lambda _submit, _choice: ids
+        try:
+            assert not served.grammars.fault
+            await chat(site, response_format={"type": "json_object"})
+            await chat(site, tools=[{"type": "function", "function": {"name": "f"}}])
+            assert site.cluster.submits[0][0].sampling.grammar
+            refused = await post(site, "/v1/completions", prompt="a<extra0>")
+            assert refused.status_code == 400
+            assert "special token that the tokenizer knows and the model does not" in refused.json()["error"]["message"]
+        finally:
+            await served.grammars.close()
+
+    on_site(test)
 
 
 def test_loop_does_not_serialize_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:

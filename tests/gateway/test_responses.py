@@ -130,6 +130,25 @@ def test_function_call_round_trip() -> None:
     with_client(test)
 
 
+def test_cut_call_can_be_continued() -> None:
+    """A response that was cut amid the arguments of its call can be the previous one, with a result and without."""
+
+    async def test(site: Site, client: Client) -> None:
+        call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
+        ids = site.gateway.models[0].tokenizer.encode(call, add_special_tokens=False)
+        site.cluster.answer = lambda _s, _c: ids
+        asked: Any = {"model": MODEL, "tools": [WEATHER]}
+        cut = await client.responses.create(input="Weather?", max_output_tokens=len(ids), **asked)
+        assert cut.status == "incomplete"
+        calls = [item for item in cut.output if item.type == "function_call"]
+        results = [{"type": "function_call_output", "call_id": one.call_id, "output": "sunny"} for one in calls]
+        for sent in ([*results, {"role": "user", "content": "Go on"}], *([results] if results else [])):
+            await client.responses.create(input=sent, previous_response_id=cut.id, max_output_tokens=2, **asked)
+            assert '"city": "Ro' in prompt_of(site) or '"city":"Ro' in prompt_of(site)
+
+    with_client(test)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -154,6 +154,23 @@ def test_completion_continues_its_prompt(kind: str, prompt: str, answer: str) ->
 
 
 @pytest.mark.parametrize("kind", SENTENCEPIECE)
+@pytest.mark.parametrize("asked", [{"regex": " a"}, {"choice": [" a", "b"]}, {"grammar": 'root ::= " a"'}], ids=str)
+def test_constrained_answer_keeps_its_space(kind: str, asked: dict[str, Any]) -> None:
+    """A space that a form asks for at the start of an answer is there, streamed and whole; a free chat answer has none."""
+
+    async def test(site: Site) -> None:
+        use(site, kind, "a")
+        assert (await chat(site))["choices"][0]["message"]["content"] == "a"
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            chunks, _ = await events(site, path, structured_outputs=asked)
+            parts = [chunk["choices"][0] for chunk in chunks]
+            assert "".join(part.get("text") or part.get("delta", {}).get("content") or "" for part in parts) == " a"
+        assert (await chat(site, structured_outputs=asked))["choices"][0]["message"]["content"] == " a"
+
+    on_site(test)
+
+
+@pytest.mark.parametrize("kind", SENTENCEPIECE)
 def test_byte_tokens_give_their_bytes(kind: str) -> None:
     """Each byte token gives its byte, and the last one of a character the text."""
     text = "a\n日"

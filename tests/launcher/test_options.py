@@ -1,10 +1,13 @@
 """Settings: precedence of the sources, errors which name option and source, and command lines made from the fields."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from launcher.cluster import file as cluster_file
+from launcher.simulate import scenario
 from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.command_line import add_command, invoke, new_app, parse
 from runtime.settings.cores import parse_cores
@@ -13,6 +16,7 @@ from runtime.settings.roles import CoordinatorSettings, GatewaySettings
 from runtime.settings.serve import EveryServeOption, ServeSettings
 from runtime.settings.types import model_id_of
 from runtime.settings.workers import WorkerSettings
+from runtime.tenancy import file as tenants_file
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +38,29 @@ def test_option_sources_have_an_order(tmp_path: Path, monkeypatch: pytest.Monkey
     assert settings.drain_timeout_s == 20.0
     monkeypatch.setenv("CROSSDOCK_CONFIG", str(file))
     assert load(WorkerSettings, {"role": "decode", "model": "x"}).threads == 3
+
+
+CLUSTER = 'insecure = true\n[hosts.a]\naddress = "10.0.0.1"\ncoordinator = true\n'
+SCENARIO = "duration_s = 9.0\n[[workers]]\nrole = 'prefill'\n[[traffic]]\n"
+
+
+@pytest.mark.parametrize(
+    ("read", "text"),
+    [
+        (lambda path: load(GatewaySettings, {}, str(path)), '[gateway]\nmodel = "x"\n'),
+        (tenants_file.read_tables, "[tenants.default]\nweight = 2.0\n"),
+        (lambda path: cluster_file.parse(path.read_text(encoding="utf-8"), path.parent), CLUSTER),
+        (lambda path: cluster_file.travels(path.read_text(encoding="utf-8")), CLUSTER),
+        (lambda path: scenario.parse(path.read_bytes()), SCENARIO),
+    ],
+    ids=["--config", "--tenants", "cluster.toml", "cluster launch", "scenario"],
+)
+def test_byte_order_mark_is_skipped(tmp_path: Path, read: Callable[[Path], object], text: str) -> None:
+    """A TOML file that an editor saved with a byte-order mark is read like one without."""
+    plain, marked = tmp_path / "plain.toml", tmp_path / "marked.toml"
+    plain.write_text(text)
+    marked.write_text(text, encoding="utf-8-sig")
+    assert read(marked) == read(plain)
 
 
 @pytest.mark.parametrize(

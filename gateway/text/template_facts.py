@@ -69,7 +69,8 @@ def with_content_forms(facts: TemplateFacts, render: Callable[..., str]) -> Temp
                     shown.add(role)
                     in_parts = roles
                     break
-                hidden.add(role)
+                if role != "tool" or facts.takes_tools:  # else results are told in the user's messages
+                    hidden.add(role)
             except TemplateError as error:
                 fault = fault or str(error)
         if not shown:

@@ -167,7 +167,7 @@ def _account(entries: Sequence[Entry]) -> str:
     if phase or not sum(spent.values()):
         return ""
     parts = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in spent.items())
-    return f" It took {sum(spent.values()):.3f} s: {parts}."
+    return f"\nIt took {sum(spent.values()):.3f} s: {parts}."
 
 
 def _phase_from(entry: Entry) -> str | None:

@@ -85,7 +85,7 @@ def swapped(good: str) -> str:
 
 
 def tenants_with(
-    tmp_path: Path, *key_ids: str, rules: TokenRules = RULES, on_refused: Callable[[str], None] = str
+    tmp_path: Path, *key_ids: str, rules: TokenRules = RULES, on_refused: Callable[[str], None] = lambda reason: None
 ) -> JwtTenants:
     path = tmp_path / "keys.json"
     path.write_text(key_set(*key_ids))

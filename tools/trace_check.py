@@ -58,7 +58,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a trace says of one stream, in seconds."""
+    """The figures of one trace, in seconds."""
 
     seen: Seen
     attempts: int
@@ -147,7 +147,7 @@ def _run_client(into: Any, load: Load) -> None:
 
 
 def drive(up: Live, requests: int, at_once: int, seed: int, traced: bool = True, answer_tokens: int = 0) -> list[Seen]:
-    """What clients in a process of their own saw of so many requests, or a few more."""
+    """Send so many requests, or a few more, from a process of its own, and return each as its client saw it."""
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
     load = Load(

@@ -1,5 +1,5 @@
-"""What clients felt, from an event log: which requests waited longest for their first token, took longest, or stood still
-longest, and which did not get their whole answer. Pure.
+"""Finds the requests of an event log that waited longest for their first token, took longest, or stood still longest, and
+those that did not get their whole answer. Pure.
 """
 
 from collections import deque

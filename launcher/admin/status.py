@@ -224,7 +224,7 @@ def _summary(report: StatusReport) -> str:
 
 
 def _abnormal(report: StatusReport) -> Iterator[str]:
-    """What an operator should look at, in words. `crossdock doctor` looks closer."""
+    """Returns sentences about the things that an operator should look at. `crossdock doctor` looks closer."""
     if not report.gateways:
         yield "no gateway is connected"
     for model in sorted({worker.model for worker in report.workers}):

@@ -447,9 +447,17 @@ class Coordinator:
         counters, finished = status.summed((said.counters | own_counters, said.finished), metrics.earlier)
         counters["absences"] = metrics.absences
         own = {self.name: self.observed.address} if self.observed.address else {}
-        recent = metrics.recent.figures()
-        new = {"counters": counters, "finished": finished, "metrics": own | said.metrics, "recent": recent}
-        return msgspec.structs.replace(said, **new)
+        now = clock.now()
+        return msgspec.structs.replace(
+            said,
+            counters=counters,
+            finished=finished,
+            metrics=own | said.metrics,
+            recent=metrics.recent.figures() | metrics.recent.rates(now, self._started),
+            tenants=tuple(status.with_ttft(said.tenants, metrics.recent.ttft_of_tenants())),
+            version=version_of(),
+            uptime_ms=1000 * (now - self._started),
+        )
 
 
 def _files(usage_db: str) -> tuple[UsageStore | None, PolicyStore | None]:

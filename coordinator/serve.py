@@ -12,14 +12,18 @@ import asyncio
 import fcntl
 import os
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from socket import gethostname
 from typing import Any, Final
 
 from coordinator.main import Coordinator
 from coordinator.postgres.leader_lease import LeaderLease, NotLeader
+from runtime.link.tls import tls_of
 from runtime.metrics import server
+from runtime.metrics.registry import MetricsRegistry
 from runtime.process import log, notify
 from runtime.process.driver import Stop, run_process
 from runtime.process.exits import ConfigError
@@ -128,14 +132,28 @@ async def _serve_by_lease(settings: CoordinatorSettings, stop: Stop, lease: Lead
     _stand_by(lease.name)
     while True:
         try:
-            if not await lease.acquire(stop):
-                return 0
+            async with _seen_standing_by(settings):
+                if not await lease.acquire(stop):
+                    return 0
             serving = Coordinator(settings, serving, lease)
             exit_code = await serving.run(stop, PREDECESSOR_S)
         finally:
             await lease.give_up()
         if exit_code or stop.is_set():
             return exit_code
+
+
+@asynccontextmanager
+async def _seen_standing_by(settings: CoordinatorSettings) -> AsyncIterator[None]:
+    """Answers at the metrics port meanwhile, so that a supervisor sees that this process is alive."""
+    observed = server.MetricsServer(settings.metrics, tls=tls_of(settings))
+    observed.show(MetricsRegistry("coordinator"), lambda: "it stands by")
+    with suppress(server.PortTaken):  # by the leader, if that runs on this host
+        await observed.start()
+    try:
+        yield
+    finally:
+        await observed.close()
 
 
 def _stand_by(waits_for: str) -> None:

@@ -5,7 +5,7 @@ they cannot be read, the earlier ones stay.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -26,10 +26,10 @@ _log = log.get("crossdock.jwt")
 
 
 class JwtTenants:
-    """`source`: the path of a file, or an https URL."""
+    """`source`: the path of a file, or an https URL. `on_refused` is told why a token was refused, in one word."""
 
-    def __init__(self, source: str, rules: TokenRules) -> None:
-        self.source, self.rules = source, rules
+    def __init__(self, source: str, rules: TokenRules, on_refused: Callable[[str], None] = lambda reason: None) -> None:
+        self.source, self.rules, self._on_refused = source, rules, on_refused
         self.keys: Mapping[str, PublicKey] = {}
         self._from_url = source.startswith("https://")
         self._reading: asyncio.Task[None] | None = None
@@ -60,14 +60,17 @@ class JwtTenants:
                 await self._read_for_unknown_key()
                 key = find_key(self.keys, key_id)
             if not self.keys:
+                self._on_refused("no_keys")
                 message = "The keys that verify tokens cannot be read at the moment."
                 raise ApiError(503, message, code="token_keys_unavailable", retry_after_s=UNKNOWN_KEY_S)
             if key is None:
-                raise TokenError("The token is signed with an unknown key.")
+                raise TokenError("The token is signed with an unknown key.", "unknown_key")
             tenant = tenant_in(token, key, self.rules)
             if tenants.policy(tenant) is None:
-                raise TokenError(f"The token's claim {self.rules.tenant_claim!r} names no tenant of this service.")
+                message = f"The token's claim {self.rules.tenant_claim!r} names no tenant of this service."
+                raise TokenError(message, "tenant")
         except TokenError as error:
+            self._on_refused(error.reason)
             raise ApiError(401, str(error), code="invalid_token") from None
         return tenant
 

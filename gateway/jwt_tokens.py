@@ -21,19 +21,23 @@ _ALGORITHMS: Final = {
     "OKP": ("EdDSA",),
 }  # by type of key
 _FAULTS: Final = {
-    jwt.ExpiredSignatureError: "has expired",
-    jwt.ImmatureSignatureError: "is not valid yet",
-    jwt.InvalidAudienceError: "is for another audience",
-    jwt.InvalidIssuerError: "is from another issuer",
-    jwt.InvalidAlgorithmError: "is signed with an algorithm that its key may not be used with",
-    jwt.InvalidSignatureError: "has a wrong signature",
-    jwt.MissingRequiredClaimError: "lacks one of the claims exp, iss and aud",
-    jwt.PyJWTError: "is not valid",
-}  # the first that an error is
+    jwt.ExpiredSignatureError: ("expired", "has expired"),
+    jwt.ImmatureSignatureError: ("not_yet_valid", "is not valid yet"),
+    jwt.InvalidAudienceError: ("audience", "is for another audience"),
+    jwt.InvalidIssuerError: ("issuer", "is from another issuer"),
+    jwt.InvalidAlgorithmError: ("algorithm", "is signed with an algorithm that its key may not be used with"),
+    jwt.InvalidSignatureError: ("signature", "has a wrong signature"),
+    jwt.MissingRequiredClaimError: ("claims", "lacks one of the claims exp, iss and aud"),
+    jwt.PyJWTError: ("invalid", "is not valid"),
+}  # the first that an error is: its reason in the metrics, and words for the client
 
 
 class TokenError(CrossdockError):
-    """A token that is refused, or a key set that cannot be used; `str()` says why."""
+    """A token that is refused, or a key set that cannot be used; `str()` says why, and `reason` in one word."""
+
+    def __init__(self, message: str, reason: str = "invalid") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ def key_id_of(token: str) -> str | None:
     if token.count(".") != 2:
         return None
     if len(token) > TOKEN_CHARS_MAX:
-        raise TokenError(f"The token is longer than {TOKEN_CHARS_MAX} characters.")
+        raise TokenError(f"The token is longer than {TOKEN_CHARS_MAX} characters.", "too_long")
     try:
         header = jwt.get_unverified_header(token.partition(".")[0] + "..")  # decodes the header alone
     except jwt.PyJWTError:
@@ -107,9 +111,9 @@ def tenant_in(token: str, key: PublicKey, rules: TokenRules) -> str:
             options={"require": ["exp", "iss", "aud"], "enforce_minimum_key_length": True},
         )
     except jwt.PyJWTError as error:
-        fault = next(words for kind, words in _FAULTS.items() if isinstance(error, kind))
-        raise TokenError(f"The token {fault}.") from None
+        reason, fault = next(words for kind, words in _FAULTS.items() if isinstance(error, kind))
+        raise TokenError(f"The token {fault}.", reason) from None
     tenant = claims.get(rules.tenant_claim)
     if not isinstance(tenant, str):
-        raise TokenError(f"The token has no text in its claim {rules.tenant_claim!r}.")
+        raise TokenError(f"The token has no text in its claim {rules.tenant_claim!r}.", "tenant")
     return tenant

@@ -147,7 +147,7 @@ class GatewayProcess:
             raise ConfigError(f"--tenants: {error}") from error
         in_force, with_tokens = tenants.tenants if tenants else open_tenants(), bool(self.settings.jwt_issuer)
         keys = KeyRing(in_force, self.settings.api_keys, needed=with_tokens)
-        token_tenants = await _read_token_keys(self.settings) if with_tokens else None
+        token_tenants = await _read_token_keys(self.settings, self.metrics) if with_tokens else None
         batches = await self._open_batches()
         coordinator, waiting = self._coordinator(address)
         gateway = Gateway(
@@ -278,13 +278,13 @@ def _open_traces(settings: GatewaySettings, name: str) -> "SpanExport | None":
     return SpanExport(endpoint, name)
 
 
-async def _read_token_keys(settings: GatewaySettings) -> "JwtTenants":
+async def _read_token_keys(settings: GatewaySettings, metrics: GatewayMetrics) -> "JwtTenants":
     """Raises `ConfigError`."""
     from gateway.jwt_tenants import JwtTenants  # few gateways need it
     from gateway.jwt_tokens import TokenRules
 
     rules = TokenRules(settings.jwt_issuer, settings.jwt_audience, settings.jwt_tenant_claim)
-    token_tenants = JwtTenants(settings.jwt_jwks, rules)
+    token_tenants = JwtTenants(settings.jwt_jwks, rules, lambda reason: metrics.jwt_refused.labels(reason).inc())
     await token_tenants.start()
     return token_tenants
 

@@ -22,6 +22,9 @@ class GatewayMetrics:
             PREFIX + "requests", "Generation requests by endpoint and outcome: ok, disconnected, or an error's code.",
             "endpoint", "outcome",
         )  # fmt: skip
+        self.jwt_refused = registry.counter(
+            PREFIX + "jwt_refused", "JSON Web Tokens that were refused, by reason.", "reason"
+        )
         self.retry_after = registry.histogram(
             PREFIX + "retry_after_seconds",
             "Waits that clients were told in Retry-After, by status.",

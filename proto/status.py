@@ -67,6 +67,8 @@ class TenantStatus(msgspec.Struct, frozen=True, array_like=True):
     name: Text
     share: Annotated[float, Meta(ge=0.0, le=1.0)]  # of what was dispatched in about the last ten seconds, by cost
     waiting: Count
+    ttft_p50_ms: DurationMs = 0.0  # of its requests among the last that finished; 0: none of them did
+    ttft_p99_ms: DurationMs = 0.0
 
 
 class ClassStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -175,7 +177,7 @@ class StatusReport(Message, frozen=True):
     tenants: tuple[TenantStatus, ...] = ()  # with the largest shares, largest first
     metrics: dict[Text, Text] = {}  # noqa: RUF012 (msgspec copies it)
     recent: dict[Text, float] = {}  # noqa: RUF012
-    """Times of the last requests, in ms, and how many they are."""
+    """Times of the last requests, in ms, and how many they are; requests and tokens per second of the last minute."""
     hung: tuple[Process, ...] = ()  # the last workers that were given up because of a hung step, latest last
     flips: tuple[FlipStatus, ...] = ()  # latest last
     traffic: Annotated[tuple[TrafficStatus, ...], Meta(max_length=limits.MAX_MODELS)] = ()
@@ -183,3 +185,5 @@ class StatusReport(Message, frozen=True):
     classes: Annotated[tuple[ClassStatus, ...], Meta(max_length=limits.MAX_CLASSES_SHOWN)] = ()  # those with a target
     policy: PolicyStatus = PolicyStatus(0, "", 0, "")
     sessions: Annotated[tuple[SessionStatus, ...], Meta(max_length=limits.MAX_MODELS)] = ()
+    version: Text = ""  # of the coordinator's crossdock
+    uptime_ms: DurationMs = 0.0  # of the coordinator

@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 from coordinator.accounts import GoodputCounts
 from coordinator.events import StateChanged
 from coordinator.reporting import status
-from coordinator.reporting.metrics import RecentTimes
+from coordinator.reporting.recent import RecentTimes
 from coordinator.state import State
 from proto.messages import Hello, Role
 from scheduler.lifecycle import RequestState

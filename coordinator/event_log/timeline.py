@@ -2,7 +2,6 @@
 `coordinator.event_log.replay.Replay`. Times are seconds since the request was first submitted.
 """
 
-from heapq import heappush, heappushpop
 from typing import Final
 
 import msgspec
@@ -19,7 +18,6 @@ from coordinator.event_log.reasons import (
     Reason,
     RoomKept,
     SameTenant,
-    by,
     why_not,
 )
 from coordinator.events import Action, Event, Received, Send, StateChanged
@@ -28,7 +26,6 @@ from proto.messages import HandedOver, Rejected, Reserve, Step, Submit, Waits
 from proto.status import AutopilotReport
 from scheduler.decisions import Composed, Looked, Outcome, StepEnd, WatchedEvent
 from scheduler.lifecycle import TERMINAL, RequestState
-from scheduler.request import Request
 
 
 class RequestsNamed:
@@ -45,79 +42,6 @@ class RequestsNamed:
         for action in actions:
             if isinstance(action, StateChanged) and action.request_id.startswith(self._prefix):
                 self.found[action.request_id] = None
-
-
-class Waited(msgspec.Struct, frozen=True, order=True):
-    """How long one request was queued, all its attempts together."""
-
-    waited_s: float
-    submitted_s: float  # seconds since the recording began
-    request: str
-    priority_class: str
-    tenant: str
-    prompt_tokens: int
-    outcome: str  # its outcome, or its state at the end of the event log
-
-
-class Longest:
-    """The requests that waited longest. An `Observer`."""
-
-    def __init__(self, started: float, most: int) -> None:
-        self._started, self._most = started, most
-        self._since: dict[str, float] = {}
-        self._live: dict[str, tuple[Request, float]] = {}
-        """Live requests, with the seconds that they have waited so far."""
-        self._top: list[Waited] = []
-        self._now = started
-        self.requests = 0
-
-    def before(self, core: Core, event: Event, now: float) -> None:
-        self._now = now
-
-    def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, StateChanged):
-                self._moved(core, action, now)
-
-    def finish(self) -> list[Waited]:
-        for request_id in list(self._live):
-            self._leave(request_id, self._live[request_id][0].state.value, self._now)
-        return sorted(self._top, reverse=True)
-
-    def _moved(self, core: Core, moved: StateChanged, now: float) -> None:
-        request_id = moved.request_id
-        if moved.state is RequestState.QUEUED:
-            request = core.cluster.requests.get(request_id)
-            if request is not None and request_id not in self._live:
-                self._live[request_id] = (request, 0.0)
-                self.requests += 1
-            self._since[request_id] = now
-        elif moved.state in TERMINAL:
-            self._leave(request_id, moved.state.value, now)
-        elif request_id in self._since:
-            request, waited_s = self._live[request_id]
-            self._live[request_id] = (request, waited_s + now - self._since.pop(request_id))
-
-    def _leave(self, request_id: str, outcome: str, now: float) -> None:
-        found = self._live.pop(request_id, None)
-        if found is None:
-            return  # It was rejected at once.
-        request, waited_s = found
-        waited_s += now - self._since.pop(request_id, now)
-        told = by(request)
-        row = Waited(
-            round(waited_s, 6),
-            request.arrived - self._started,
-            request_id,
-            told.priority_class,
-            told.tenant,
-            request.submit.prompt_tokens,
-            outcome,
-        )
-        if len(self._top) < self._most:
-            heappush(self._top, row)
-        else:
-            heappushpop(self._top, row)
 
 
 class RoleChange(msgspec.Struct, frozen=True, tag_field="what", tag="role_change"):

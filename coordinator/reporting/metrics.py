@@ -5,14 +5,12 @@ A part of the core that counts something new in `State.counters` needs no line h
 value that follows them, and anything else is an event.
 """
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
-from math import inf
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from coordinator.accounting.billing import Closed, Opened
 from coordinator.events import StateChanged
+from coordinator.reporting.recent import RecentTimes
 from coordinator.reporting.status import ServedTenant, evenness, services
 from coordinator.state import State
 from proto.messages import Role
@@ -162,7 +160,6 @@ _BY_REASON = {
 _TOKENS = ("prompt_tokens_cached", "output_tokens", "kv_bytes_moved", "kv_exposed_us")
 """Entries of `State.counters` that have metrics of their own, or are reported better elsewhere."""
 _LOST = "_lost"
-RECENT_REQUESTS = 256  # requests whose times `crossdock status` and the dashboard show
 
 
 class CoordinatorMetrics:
@@ -455,45 +452,3 @@ class CoordinatorMetrics:
 
 def _is_event(key: str) -> bool:
     return key not in _TOKENS and not any(key.startswith(f"{prefix}_") for prefix in _BY_REASON)
-
-
-class RecentRequest(NamedTuple):
-    at: float
-    tenant: str
-    priority_class: str
-    closed: Closed
-
-
-class RecentTimes:
-    def __init__(self) -> None:
-        self._last: deque[RecentRequest] = deque(maxlen=RECENT_REQUESTS)
-
-    def add(self, entry: Closed, kind: tuple[str, str, str] = ("", "", ""), now: float = 0.0) -> None:
-        """`kind`: tenant, model and priority class."""
-        self._last.append(RecentRequest(now, kind[0], kind[2], entry))
-
-    def latest(self, most: int) -> list[RecentRequest]:
-        """The last requests that have ended, whatever their outcome, latest first."""
-        return list(islice(reversed(self._last), most))
-
-    def figures(self, since: float = -inf) -> dict[str, float]:
-        """Medians and 99th percentiles in ms of the last requests that finished; the first token is drawn with the prompt."""
-        finished = [one.closed for one in self._last if one.closed.outcome == RequestState.FINISHED and one.at >= since]
-        if not finished:
-            return {}
-        queue = [one.queue_ms for one in finished]
-        ttft = [one.queue_ms + one.prefill_ms for one in finished]
-        tpot = [
-            (one.transfer_ms + one.decode_ms) / (one.output_tokens - 1) for one in finished if one.output_tokens > 1
-        ]
-        found = {"requests": float(len(finished))}
-        for name, values in (("queue", queue), ("ttft", ttft), ("tpot", tpot)):
-            if values:
-                found |= {f"{name}_p50_ms": _quantile(values, 0.5), f"{name}_p99_ms": _quantile(values, 0.99)}
-        return found
-
-
-def _quantile(values: Sequence[float], part: float) -> float:
-    """The quantile by nearest rank."""
-    ordered = sorted(values)
-    return ordered[min(int(part * len(ordered)), len(ordered) - 1)]

@@ -167,6 +167,13 @@ def _tenants(state: State) -> tuple[TenantStatus, ...]:
     return tuple(TenantStatus(name, min(-cost / whole, 1.0), waiting[name]) for cost, name in first)
 
 
+def with_ttft(tenants: Iterable[TenantStatus], ttft_ms: Mapping[str, tuple[float, float]]) -> Iterator[TenantStatus]:
+    """`ttft_ms`: the median and the 99th percentile of each tenant."""
+    for one in tenants:
+        p50, p99 = ttft_ms.get(one.name, (0.0, 0.0))
+        yield msgspec.structs.replace(one, ttft_p50_ms=p50, ttft_p99_ms=p99)
+
+
 def _pairs(state: State) -> tuple[PairStatus, ...]:
     """Returns the first pairs by name. There may be as many as prefill workers times decode workers."""
     found: list[PairStatus] = []

@@ -9,7 +9,8 @@ time of that message is part of `deliver`.
     queue      → its first chunk was ordered
     prefill    → its prompt was computed; within it, a `prefill.chunk` for each order, queued behind others on its worker or not
     deliver    → the client's connection has the first token
-    kv_transfer, decode_wait, decode    → its KV is on the decode worker → its second token came → its last one
+    kv_transfer, decode_wait, decode    → its KV is on the decode worker → its second token → its last one, or the interruption
+    finish     the last token came → the end of the answer is written
     pause      an interruption → the next attempt was submitted
 """
 
@@ -61,6 +62,9 @@ def root_span(trace: Trace) -> Span:
     root.children = [gateway, *(span for attempt in trace.attempts for span in _of_attempt(trace, attempt))]
     if submitted > read:
         root.children.append(Span("cold_start", read, submitted))
+    tokens_until = max((at for one in trace.attempts for at in (one.last_at, trace.first_sent_at) if at), default=ended)
+    if tokens_until < ended:
+        root.children.append(Span("finish", tokens_until, ended))
     return root
 
 
@@ -75,7 +79,7 @@ def _of_attempt(trace: Trace, attempt: TracedAttempt) -> Iterator[Span]:
         yield Span("attempt", start, end, common)
         return
     over = min(start + times.ended_ms / 1000, end) if following is not None else end
-    for span in _parts(trace, attempt, times, over):
+    for span in _parts(trace, attempt, times, over, following is not None):
         span.attributes |= common
         yield span
     if following is not None:
@@ -86,7 +90,7 @@ def _follows(later: TracedAttempt, attempt: TracedAttempt) -> bool:
     return later.request_id == attempt.request_id or later.request_id.startswith(f"{attempt.request_id}.c")
 
 
-def _parts(trace: Trace, attempt: TracedAttempt, times: AttemptTimes, over: float) -> Iterator[Span]:
+def _parts(trace: Trace, attempt: TracedAttempt, times: AttemptTimes, over: float, interrupted: bool) -> Iterator[Span]:
     """The parts of an attempt that was over at `over`, in order, each from the end of the one before."""
     start, first = attempt.submitted_at, attempt.first_at
     seen = min(over if first is None else first, over)  # nothing before the first token can end later
@@ -112,9 +116,12 @@ def _parts(trace: Trace, attempt: TracedAttempt, times: AttemptTimes, over: floa
     is_first = trace.first_sent_at is not None and attempt is next((a for a in trace.attempts if a.first_at), None)
     delivered = max(trace.first_sent_at, first) if is_first and trace.first_sent_at is not None else first
     yield Span("deliver", computed, delivered)
+    if attempt.second_at is None and not interrupted:
+        return
+    worker, until = {"crossdock.worker": times.decode}, attempt.second_at or over
+    moved = max(at(times.handed_over_ms, until), computed)
+    yield Span("kv_transfer", computed, moved, worker | {"crossdock.transfer_ms": times.transfer_ms})
+    if times.handed_over_ms:
+        yield Span("decode_wait", moved, until, dict(worker))
     if attempt.second_at is not None and attempt.last_at is not None:
-        moved = max(at(times.handed_over_ms, attempt.second_at), computed)
-        worker = {"crossdock.worker": times.decode}
-        yield Span("kv_transfer", computed, moved, worker | {"crossdock.transfer_ms": times.transfer_ms})
-        yield Span("decode_wait", moved, attempt.second_at, dict(worker))
-        yield Span("decode", attempt.second_at, attempt.last_at, dict(worker))
+        yield Span("decode", attempt.second_at, over if interrupted else attempt.last_at, dict(worker))

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.markup import escape
 
+from coordinator.event_log.felt import Felt, FeltRequest
 from coordinator.event_log.reasons import (
     AwaitsTrial,
     BehindNoRoom,
@@ -31,7 +32,6 @@ from coordinator.event_log.timeline import (
     RequestEnded,
     RoleChange,
     Submitted,
-    Waited,
 )
 from coordinator.events import Action, Event, Received, Send
 from coordinator.state import FELT_MS
@@ -46,6 +46,13 @@ _ORDERS = {
     OrderWithinTenant.CAME_FIRST: "it came first",
     OrderWithinTenant.AGED: "it had been overtaken so often that it went first",
 }
+_RANKED = {
+    "ttft": "Waited longest for their first token",
+    "duration": "Took longest",
+    "gap": "Stood still longest within their answer",
+    "queue": "Waited longest in the queue",
+}
+_PHASES = {"handing_over": "transfer", "decoding": "decode", "interrupted": "interrupted"}
 _KINDS = {
     OtherTurn: "another tenant's turn",
     SameTenant: "another request of the same tenant",
@@ -65,17 +72,29 @@ def without_blob(what: Action | Event) -> str:
     return str(what)
 
 
-def show_longest(rows: Sequence[Waited], requests: int, console: Console) -> None:
-    if not requests:
+def show_felt(
+    felt: Felt, worst: Sequence[FeltRequest], unfinished: Sequence[FeltRequest], by: str, console: Console
+) -> None:
+    if not felt.requests:
         console.print("No request came while this was recorded: the cluster was idle.")
         return
-    title = f"Waited longest, of {requests:,} requests"
+    figures = ("TTFT s", "duration s", "longest gap s", "queued s", "came at s", "prompt tokens")
     texts = (tables.words(heading) for heading in ("tenant", "priority_class", "outcome"))
-    table = tables.Table(title, "request", "waited s", "came at s", "prompt tokens", *texts)
-    for row in rows:
-        figures = (f"{row.waited_s:,.3f}", f"{row.submitted_s:,.3f}", f"{row.prompt_tokens:,}")
-        table.row(row.request, *figures, row.tenant, row.priority_class, row.outcome)
+    table = tables.Table(f"{_RANKED[by]}, of {felt.requests:,} requests", "request", *figures, *texts)
+    for row in worst:
+        ttft = "none" if row.ttft_s is None else f"{row.ttft_s:,.3f}"
+        times = (f"{value:,.3f}" for value in (row.duration_s, row.gap_s, row.waited_s, row.submitted_s))
+        table.row(row.request, ttft, *times, f"{row.prompt_tokens:,}", row.tenant, row.priority_class, row.outcome)
     table.show(console)
+    if unfinished:
+        texts = (tables.words(heading) for heading in ("tenant", "outcome", "why"))
+        shown = f", the last {len(unfinished)}" if felt.unfinished > len(unfinished) else ""
+        title = f"Rejected, failed or left by their clients: {felt.unfinished:,}{shown}"
+        table = tables.Table(title, "request", "came at s", "ended after s", *texts)
+        for row in unfinished:
+            times = (f"{value:,.3f}" for value in (row.submitted_s, row.duration_s))
+            table.row(row.request, *times, row.tenant, row.outcome, row.why)
+        table.show(console)
 
 
 def show_timeline(request_id: str, entries: Sequence[Entry], console: Console) -> None:
@@ -129,9 +148,41 @@ def summary(entries: Sequence[Entry]) -> str:
             parts = ((name.replace("_", " "), getattr(placed.waits, name)) for name in Waits.__struct_fields__)
             waited += "; it waited for " + ", ".join(f"{name} {ms / 1000:.3f} s" for name, ms in parts if ms >= FELT_MS)
     if not passed:
-        return f"{waited}; it was never passed over."
+        return f"{waited}; it was never passed over.{_account(entries)}"
     reasons = ", ".join(f"{count:,} × {kind}" for kind, count in times.most_common())
-    return f"{waited}; it was passed over {_times(sum(times.values()))}: {reasons}."
+    return f"{waited}; it was passed over {_times(sum(times.values()))}: {reasons}.{_account(entries)}"
+
+
+def _account(entries: Sequence[Entry]) -> str:
+    """Where all of the time went, if the request has ended."""
+    spent: dict[str, float] = {}
+    phase, since = "", 0.0
+    for entry in entries:
+        following = _phase_from(entry)
+        if following is None:
+            continue
+        if phase:
+            spent[phase] = spent.get(phase, 0.0) + entry.at_s - since
+        phase, since = following, entry.at_s
+    if phase or not sum(spent.values()):
+        return ""
+    parts = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in spent.items())
+    return f"\nIt took {sum(spent.values()):.3f} s: {parts}."
+
+
+def _phase_from(entry: Entry) -> str | None:
+    """The phase that begins here; empty: none, as the request has ended; None: the present one goes on."""
+    match entry:
+        case Submitted():
+            return "queue"
+        case Placed():
+            return "prefill"
+        case Changed(state=state) if state in _PHASES:
+            return _PHASES[state]
+        case RequestEnded():
+            return ""
+        case _:
+            return None
 
 
 def _when(entry: Entry) -> str:

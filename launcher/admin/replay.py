@@ -11,16 +11,17 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 
+from coordinator.event_log.felt import Felt
 from coordinator.event_log.format import EventLogError
 from coordinator.event_log.replay import Difference, Observer, Replay
-from coordinator.event_log.timeline import Entry, Longest, RatioChanges, RequestsNamed, Timeline
+from coordinator.event_log.timeline import Entry, RatioChanges, RequestsNamed, Timeline
 from launcher import tables
 from launcher.admin import explain_words
 from launcher.admin.event_log_settings import ExplainSettings, ReplaySettings
 from runtime.process import clock
 
 Seen = TypeVar("Seen", bound=Observer)
-LISTED = 20  # requests, of those that waited longest
+LISTED = 20  # requests, in each list
 MATCHES_MAX = 20  # ids listed if several begin alike
 
 
@@ -146,12 +147,12 @@ def explain(settings: ExplainSettings) -> int:
         else:
             explain_words.show_ratio(changes, console)
         return 0
-    longest = _replayed(settings.file, lambda again: Longest(again.header.started, LISTED))
-    rows = longest.finish()
+    felt = _replayed(settings.file, lambda again: Felt(again.header.started, LISTED, settings.by))
+    worst, unfinished = felt.finish()
     if settings.as_json:
-        _print_json(rows)
+        _print_json({"requests": worst, "unfinished": unfinished})
     else:
-        explain_words.show_longest(rows, longest.requests, console)
+        explain_words.show_felt(felt, worst, unfinished, settings.by, console)
     return 0
 
 

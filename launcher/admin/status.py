@@ -35,6 +35,8 @@ DEFAULT_COORDINATOR: str = CoordinatorSettings.model_fields["bind"].default
 ASK_MS = 3_000  # to wait for an answer
 FLIPS_SHOWN = 4
 STALE_MS = 60_000.0
+JUDGED_MIN = 20  # finished requests, before the share that kept its targets means something
+FULL_SHARE = 0.97
 M = TypeVar("M", bound=Message)
 
 
@@ -173,22 +175,24 @@ def as_dict(report: StatusReport) -> dict[str, Any]:
 
 
 def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
-    """`wide`: every column."""
+    """`wide`: every column, and what matters to developers of crossdock."""
+    if summary := _summary(report):
+        console.print(summary, highlight=False)
+    for words in _abnormal(report):
+        console.print(f"[yellow]Attention:[/yellow] {escape(words)}", highlight=False)
     if report.workers:
         console.print(_title(report), highlight=False, soft_wrap=True)
         (_wide_table(report) if wide else _table(report)).show(console)
     else:
         console.print("No workers are connected.")
-    for line in _numerics(report):
-        console.print(line, highlight=False, soft_wrap=True)
-    for pair in report.kv_pairs:
+    for model, kinds in _numerics(report).items() if wide else ():
+        console.print(f"Numerics of {escape(model)}: {escape(', '.join(kinds))}", highlight=False, soft_wrap=True)
+    for pair in report.kv_pairs if wide else (one for one in report.kv_pairs if one.why):
         why = f" ({escape(pair.why)})" if pair.why else ""
         console.print(f"KV {escape(pair.prefill)} → {escape(pair.decode)}: {pair.transport}{why}", highlight=False)
     for flip in report.flips[-FLIPS_SHOWN:]:
         console.print(f"Role of {escape(flip_words(flip))}", highlight=False, soft_wrap=True)
     _show_autopilots(report, console)
-    for words in report.circuit_open:
-        console.print(f"Left out: {escape(words)}", highlight=False)
     console.print(f"Gateways: {', '.join(report.gateways) or 'none'}")
     console.print(f"Queued: {report.queued}   Running: {_counts(report.running)}   Ended: {_counts(report.finished)}")
     _show_essence(report, console)
@@ -199,11 +203,53 @@ def show(report: StatusReport, console: Console, *, wide: bool = False) -> None:
             f"; version {report.policy.trial} ({report.policy.trial_digest}) is on trial" if report.policy.trial else ""
         )
         console.print(f"Policy: version {report.policy.number} ({report.policy.digest}){trial}", highlight=False)
-    if report.counters:
+    if wide and report.counters:
         console.print(f"Counters: {_counts(report.counters)}")
     if report.metrics:
         where = ", ".join(f"{escape(name)} {escape(address)}" for name, address in sorted(report.metrics.items()))
         console.print(f"Metrics: {where}", highlight=False)
+
+
+def _summary(report: StatusReport) -> str:
+    """The version, how long the coordinator has led, and how much is done."""
+    up_s = report.uptime_ms / 1000
+    days, hours, minutes = int(up_s // 86_400), int(up_s % 86_400 // 3600), int(up_s % 3600 // 60)
+    up = f"{days} d {hours} h" if days else f"{hours} h {minutes} min" if hours else f"{minutes} min"
+    parts = [f"crossdock {escape(report.version)}, coordinator up {up}"] if report.version else []
+    if "requests_per_s" in report.recent:
+        rates = [(name, report.recent[f"{name}_per_s"]) for name in ("requests", "prompt_tokens", "output_tokens")]
+        words = [f"{rate:,.{1 if rate < 10 else 0}f} {name.replace('_', ' ')}/s" for name, rate in rates]
+        parts.append(f"last minute: {', '.join(words)}")
+    return "; ".join(parts)
+
+
+def _abnormal(report: StatusReport) -> Iterator[str]:
+    """Returns sentences about the things that an operator should look at. `crossdock doctor` looks closer."""
+    if not report.gateways:
+        yield "no gateway is connected"
+    for model in sorted({worker.model for worker in report.workers}):
+        roles = {worker.role for worker in report.workers if worker.model == model and not worker.draining}
+        for role in (Role.PREFILL, Role.DECODE):
+            if not roles & {role, Role.MIXED}:
+                yield f"{model} has no {role.value} worker that takes requests"
+    yield from (f"left out: {words}" for words in report.circuit_open)
+    for process in report.hung:
+        yield f"{process.name} (pid {process.pid}) was given up because of a hung step"
+    for model, kinds in _numerics(report).items():
+        if len(kinds) > 1:
+            who = "; ".join(f"{', '.join(names)}: {kind}" for kind, names in kinds.items())
+            yield f"numerics of {model} differ, so a resumed stream may go on with other tokens. {who}"
+    for one in report.classes:
+        if one.finished >= JUDGED_MIN and one.kept < one.percentile * one.finished:
+            yield f"class {one.name} keeps its targets for {one.kept / one.finished:.1%}, wanted {one.percentile:.4g}"
+    for worker in report.workers:
+        if report.queued and worker.kv_blocks_used >= FULL_SHARE * worker.kv_blocks:
+            yield f"the KV cache of {worker.name} is full, and {report.queued:,} requests wait"
+    for name, count in report.counters.items():
+        if count and name.startswith("turned_away_"):
+            yield f"{count:,} connections were turned away: {name.removeprefix('turned_away_').replace('_', ' ')}"
+        elif count and name in ("failed_checks", "protocol_errors"):
+            yield f"{count:,} {name.replace('_', ' ')} since the coordinator started"
 
 
 def _show_autopilots(report: StatusReport, console: Console) -> None:
@@ -238,7 +284,7 @@ def flip_words(flip: FlipStatus) -> str:
 def _show_essence(report: StatusReport, console: Console) -> None:
     """How fast, and for whom."""
     recent = report.recent
-    if recent:
+    if "requests" in recent:
         times = [
             f"{label} {_seconds(recent[f'{name}_p50_ms'])}, p99 {_seconds(recent[f'{name}_p99_ms'])}"
             for name, label in (("queue", "queue"), ("ttft", "TTFT"), ("tpot", "TPOT"))
@@ -246,12 +292,14 @@ def _show_essence(report: StatusReport, console: Console) -> None:
         ]
         console.print(f"Last {recent['requests']:.0f} requests, p50: {'; '.join(times)}", highlight=False)
     shares = [
-        f"{escape(one.name)} {one.share:.0%}" + (f" ({one.waiting} waiting)" if one.waiting else "")
+        f"{escape(one.name)} {one.share:.0%}"
+        + (f" ({one.waiting} waiting)" if one.waiting else "")
+        + (f", TTFT {_seconds(one.ttft_p50_ms)}, p99 {_seconds(one.ttft_p99_ms)}" if one.ttft_p50_ms else "")
         for one in report.tenants
         if one.waiting or one.share >= 0.005
     ]
     if shares:
-        console.print(f"Service of the last 10 s: {', '.join(shares)}", highlight=False)
+        console.print(f"Service of the last 10 s: {'; '.join(shares)}", highlight=False)
 
 
 def _show_classes(report: StatusReport, console: Console) -> None:
@@ -287,22 +335,13 @@ def _title(report: StatusReport) -> str:
     return f"Workers of {which} on {where}"
 
 
-def _numerics(report: StatusReport) -> list[str]:
-    """Returns the numerics of each model's workers; where they differ, a resumed stream may go on with other tokens."""
+def _numerics(report: StatusReport) -> dict[str, dict[str, list[str]]]:
+    """Returns for each model the numerics of its workers, with their names."""
     found: dict[str, dict[str, list[str]]] = {}
     for worker in report.workers:
         if worker.numerics:
             found.setdefault(worker.model, {}).setdefault(worker.numerics, []).append(worker.name)
-    lines = []
-    for model, kinds in found.items():
-        if len(kinds) == 1:
-            lines.append(f"Numerics of {escape(model)}: {escape(next(iter(kinds)))}")
-            continue
-        who = "; ".join(f"{escape(', '.join(names))}: {escape(kind)}" for kind, names in kinds.items())
-        lines.append(
-            f"[yellow]Numerics of {escape(model)} differ[/yellow], so a resumed stream may go on with other tokens. {who}"
-        )
-    return lines
+    return found
 
 
 def _table(report: StatusReport) -> tables.Table:

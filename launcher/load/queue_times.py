@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from coordinator.event_log.felt import Felt
 from coordinator.event_log.format import EventLogError
 from coordinator.event_log.replay import Replay
-from coordinator.event_log.timeline import Longest
 from launcher.load.records import RequestRecord
 
 
@@ -16,13 +16,13 @@ def add_waits(path: Path, records: Sequence[RequestRecord]) -> str:
     try:
         with path.expanduser().open("rb") as file:
             again = Replay(file)
-            longest = Longest(again.header.started, 1 << 30)
-            difference = again.run(longest)
+            felt = Felt(again.header.started, 1 << 30)
+            difference = again.run(felt)
     except (OSError, EventLogError) as error:
         return f"no queue waits: {error}"
     if difference is not None:
         return f"no queue waits: the event log differs from event {difference.number} on; see crossdock replay"
-    waited = {row.request: row.waited_s for row in longest.finish()}
+    waited = {row.request: row.waited_s for row in felt.finish()[0]}
     for record in records:
         if record.request_id in waited:
             record.queue_ms = round(1000 * waited[record.request_id], 3)

@@ -18,7 +18,7 @@ from coordinator.dashboard.site import AdminKey, DashboardSite
 from coordinator.dashboard.snapshot import EVENTS_KEPT, TENANTS_SHOWN, WORKERS_SHOWN, RecentEvents, snapshot
 from coordinator.events import PeerUp, StateChanged
 from coordinator.main import Coordinator
-from coordinator.reporting.metrics import RecentTimes
+from coordinator.reporting.recent import RecentTimes
 from proto.drain import DrainRequest
 from proto.messages import Message, Role
 from proto.policy import PolicyAction, PolicyRequest

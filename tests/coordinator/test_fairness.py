@@ -4,7 +4,7 @@ import pytest
 
 from coordinator.accounting.billing import Closed
 from coordinator.events import Limits
-from coordinator.reporting.metrics import RECENT_REQUESTS, RecentTimes
+from coordinator.reporting.recent import RECENT_REQUESTS, RecentTimes
 from coordinator.reporting.status import ServedTenant, evenness, jain
 from scheduler.waiting.queue import WaitQueue
 
@@ -45,3 +45,18 @@ def test_recent_times_skip_cancelled() -> None:
         recent.add(Closed("r", "finished", 1, 1, 0, 11, 1.0, 2.0, 50.0, 50.0))
     figures = recent.figures()
     assert figures["requests"] == RECENT_REQUESTS and figures["ttft_p99_ms"] == 3.0 and figures["tpot_p50_ms"] == 10.0
+
+
+def test_recent_rates_are_per_second() -> None:
+    """Rates are those of the last minute, of the uptime if that is shorter, or of as many requests as are kept."""
+    recent = RecentTimes()
+    assert recent.rates(now=3.0, started=1.0)["requests_per_s"] == 0.0
+    for number in range(120):
+        recent.add(Closed("r", "finished", 1, 10, 0, 5, 1.0, 2.0, 0.0, 0.0), ("acme", "m", "c"), now=100.0 + number)
+    assert recent.rates(now=220.0, started=0.0)["requests_per_s"] == pytest.approx(1.0)
+    assert recent.rates(now=220.0, started=0.0)["prompt_tokens_per_s"] == pytest.approx(10.0)
+    assert recent.rates(now=220.0, started=210.0)["output_tokens_per_s"] == pytest.approx(5.0)
+    for number in range(RECENT_REQUESTS):
+        recent.add(Closed("r", "finished", 1, 10, 0, 5, 7.0, 2.0, 0.0, 0.0), ("lab", "m", "c"), now=300.0 + number / 64)
+    assert recent.rates(now=304.0, started=0.0)["requests_per_s"] == pytest.approx(64.0, rel=0.01)
+    assert recent.ttft_of_tenants() == {"lab": (9.0, 9.0)}

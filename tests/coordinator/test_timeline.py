@@ -1,11 +1,13 @@
 """Explanations from event logs: the right culprit for every reason to wait, and nothing that did not happen."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
 import pytest
 
+from coordinator.event_log.felt import RANKS, Felt, FeltRequest
 from coordinator.event_log.reasons import (
     BehindNoRoom,
     CachedElsewhere,
@@ -22,7 +24,6 @@ from coordinator.event_log.timeline import (
     ChunkSent,
     Entry,
     KeptFor,
-    Longest,
     Passed,
     Placed,
     RequestEnded,
@@ -370,23 +371,32 @@ def check_reason(why: Reason, name: str) -> None:
 def test_random_stories_match_events(seed: int) -> None:
     """Stories from random clusters agree with what happened."""
     for core, count in ((random_world(seed), 8), (contended_world(seed), 8)):
-        longest = Longest(0.0, count)
-        assert replay(core.event_log()).run(longest) is None
-        for row in longest.finish():
+        felt = Felt(0.0, count, "queue")
+        assert replay(core.event_log()).run(felt) is None
+        for row in felt.finish()[0]:
             check(core, row.request)
 
 
-def test_longest_waits_match_stories() -> None:
-    """The longest waits are listed in order, as the stories of their requests tell them."""
+@pytest.mark.parametrize("rank", RANKS)
+def test_what_clients_felt_matches_stories(rank: str) -> None:
+    """Requests are listed by what their clients felt, as their stories tell it; so are those that did not finish."""
     core = contended_world(1)
-    longest = Longest(0.0, 6)
-    assert replay(core.event_log()).run(longest) is None
-    rows = longest.finish()
-    assert len(rows) == 6 and longest.requests > 50
-    assert [row.waited_s for row in rows] == sorted((row.waited_s for row in rows), reverse=True)
-    for row in rows:
-        entries = story_of(core, row.request)
+    felt = Felt(0.0, 6, rank)
+    assert replay(core.event_log()).run(felt) is None
+    rows, unfinished = felt.finish()
+    assert len(rows) == 6 and felt.requests > 50
+    assert [RANKS[rank](row) for row in rows] == sorted((RANKS[rank](row) for row in rows), reverse=True)
+    for row in (*rows, *unfinished):
+        check_felt(row, story_of(core, row.request))
+
+
+def check_felt(row: FeltRequest, entries: Sequence[Entry]) -> None:
+    came = next(e for e in entries if isinstance(e, Submitted))
+    assert (row.tenant, row.prompt_tokens) == (came.tenant, came.prompt_tokens)
+    first = next((e.at_s for e in entries if isinstance(e, Changed) and e.state in ("handing_over", "decoding")), None)
+    assert row.ttft_s == (None if first is None else pytest.approx(first, abs=1e-6))
+    if isinstance(entries[-1], RequestEnded):
+        assert row.duration_s == pytest.approx(entries[-1].at_s, abs=1e-6) and row.outcome == entries[-1].outcome
+    if not any(isinstance(e, Changed) and e.state == "interrupted" for e in entries):
         until = next(e.at_s for e in entries if isinstance(e, Placed | RequestEnded))
         assert row.waited_s == pytest.approx(until, abs=1e-6)
-        came = only(Submitted, entries)
-        assert (row.tenant, row.prompt_tokens) == (came.tenant, came.prompt_tokens)

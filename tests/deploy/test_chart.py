@@ -33,12 +33,20 @@ VALUES = {
     "cpu": ("worker.gpus=0", "worker.kvGib=4", "model.claim=mine"),
     "cards": ("worker.gpus=2", "worker.engine=vllm", "decode.gpus=4"),
     "tls": ("tls.secret=cert", "tls.clientCa=true"),
+    "tokens": (
+        "jwt.issuer=https://login.example.org",
+        "jwt.audience=crossdock",
+        "jwt.jwks=https://login.example.org/keys",
+    ),
+    "database": ("database.secret=mine",),
+    "standbys": ("database.secret=mine", "coordinator.replicas=3"),
     "keda": (*AUTOPILOT, "autoscaling.kind=keda"),
     "hpa": (*AUTOPILOT, "autoscaling.kind=hpa", "autoscaling.maxReplicas=12"),
     "secrets": ("keys.files.prefill\\.key=p", "keys.files.prefill\\.key_secret=s", "tenants.file=[tenants.acme]"),
     "metrics": ("networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.team=monitoring",),
     "bare": ("networkPolicy.enabled=false", "podDisruptionBudget.enabled=false", "image.tag=1.2.3"),
 }
+DATABASE = "postgresql://crossdock@db/crossdock"
 SETTINGS: dict[str, type[Options]] = {
     "coordinator": CoordinatorSettings,
     "gateway": GatewaySettings,
@@ -100,7 +108,7 @@ def test_rendered_options_load(values: tuple[str, ...], monkeypatch: pytest.Monk
     config = find(objects, "ConfigMap", "crossdock")["data"]
     for role, pod in pods(objects):
         [container] = pod["containers"]
-        own = {one["name"]: one.get("value", "10.1.2.3") for one in container["env"]}
+        own = {one["name"]: one.get("value") or _filled_in(one["valueFrom"]) for one in container["env"]}
         with monkeypatch.context() as patch:
             for key, value in {**config, **own}.items():
                 patch.setenv(key, value)
@@ -108,6 +116,10 @@ def test_rendered_options_load(values: tuple[str, ...], monkeypatch: pytest.Monk
         volumes = {one["name"] for one in pod["volumes"]} | {"state"}
         assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
         assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["readOnlyRootFilesystem"]
+
+
+def _filled_in(source: dict[str, Any]) -> str:
+    return DATABASE if "secretKeyRef" in source else "10.1.2.3"
 
 
 @needs_helm
@@ -137,10 +149,34 @@ def test_autoscaling_leaves_replicas_alone(kind: str) -> None:
 
 
 @needs_helm
-def test_autoscaling_without_autopilot_is_refused() -> None:
-    """A scaler whose metric nobody exports is an error."""
-    refused = run("template", "crossdock", str(CHART), "--set", "autoscaling.kind=keda", check=False)
-    assert refused.returncode and "needs autopilot.enabled" in refused.stderr
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("autoscaling.kind=keda", "needs autopilot.enabled"),
+        ("coordinator.replicas=2", "needs database.secret"),
+        ("jwt.issuer=https://login.example.org", "jwt.issuer needs jwt."),
+    ],
+)
+def test_value_without_its_partner_is_refused(value: str, words: str) -> None:
+    """A scaler without its metric, coordinators without a database, and tokens without keys are errors."""
+    refused = run("template", "crossdock", str(CHART), "--set", value, check=False)
+    assert refused.returncode and words in refused.stderr
+
+
+@needs_helm
+def test_every_coordinator_is_found() -> None:
+    """Processes know the address of each coordinator; one that stands by is ready, and keeps nothing on a volume."""
+    objects = render(*VALUES["standbys"])
+    config = find(objects, "ConfigMap", "crossdock")["data"]
+    hosts = [f"crossdock-coordinator-{number}.crossdock-coordinator.crossdock.svc" for number in range(3)]
+    assert config["CROSSDOCK_COORDINATOR"] == ",".join(f"tcp://{host}:7070" for host in hosts)
+    spec = find(objects, "StatefulSet", "crossdock-coordinator")["spec"]
+    assert spec["replicas"] == 3 and "volumeClaimTemplates" not in spec
+    [container] = spec["template"]["spec"]["containers"]
+    assert container["readinessProbe"]["httpGet"]["path"] == "/live"
+    names = {one["name"]: one.get("valueFrom", {}).get("secretKeyRef") for one in container["env"]}
+    assert names["CROSSDOCK_DATABASE"] == {"name": "mine", "key": "url"} and names["PGPASSWORD"]["key"] == "password"
+    assert "CROSSDOCK_USAGE_DB" not in names
 
 
 @needs_helm

@@ -39,6 +39,17 @@ def test_images_run_without_root(target: str) -> None:
     assert 'ENTRYPOINT ["crossdock"]' in lines and f"COPY --from=build-{target} /opt/crossdock" in lines
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_images_have_the_extras_of_roles(target: str) -> None:
+    """Each image can trace, and keep its ledger in PostgreSQL."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    lines = stage(f"build-{target}")
+    extras = set(",".join(re.findall(r"\.\[([a-z,]+)\]", lines)).split(","))
+    for extra in ("postgresql", "tracing"):
+        packages = [re.split("[>=]", one)[0] for one in project["optional-dependencies"][extra]]
+        assert extra in extras or all(name in lines for name in packages)
+
+
 def test_vllm_image_has_a_known_version() -> None:
     """The image with vLLM is of a version that crossdock runs."""
     [version] = re.findall(r"vllm-openai:v(\S+)", DOCKERFILE)

@@ -1,6 +1,7 @@
 """Two coordinators on one PostgreSQL: one leads, the other takes over, and clients see the same tokens and exact sums."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -159,6 +160,13 @@ def check_sums(up: Standbys, clients: Clients, more: int = 0) -> None:
     assert totals == [(requests, charged[0])] and charged[0] == charged[1]
 
 
+def probed(up: Standbys, name: str) -> dict[str, int]:
+    """The statuses of a coordinator's probes, at the metrics port that it named last."""
+    named = [line for line in up.output if line.startswith(f"{name}: ") and "address" in line and "metrics" in line]
+    [address] = re.findall(r"127\.0\.0\.1:\d+", named[-1])
+    return {path: httpx.get(f"http://{address}{path}", timeout=10.0).status_code for path in ("/live", "/ready")}
+
+
 @pytest.mark.timeout(180)
 def test_standby_takes_over_from_killed_leader(tiny: Path, tmp_path: Path) -> None:
     """The leader is killed under load: answers have the same tokens, sums and rates are exact, and new requests come in."""
@@ -167,12 +175,14 @@ def test_standby_takes_over_from_killed_leader(tiny: Path, tmp_path: Path) -> No
         clients = Clients(up)
         clients.wait_for_more()
         leader = up.leader
+        standby = "two" if leader == "one" else "one"
+        assert probed(up, standby) == {"/live": 200, "/ready": 503}, "a supervisor sees that it is alive"
         up.kill(leader)
         took_s = admitted_after(up)
         limited = up.ask(0, up.limited_key, 1)
         assert limited.status_code == 429 and "tokens_per_day" in limited.text
         clients.wait_for_more()
-        assert up.leader != leader
+        assert up.leader == standby and probed(up, standby) == {"/live": 200, "/ready": 200}
         clients.stop()
         assert took_s < ADMITTED_S, took_s
         check_sums(up, clients, more=1)

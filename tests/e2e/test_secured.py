@@ -85,6 +85,7 @@ def test_token_is_taken_beside_keys(secured: Secured) -> None:
     """A gateway with --jwt-issuer takes a good token, and refuses an expired one."""
     assert secured.ask(token("ec")).status_code == 200
     assert secured.ask(token("ec", exp=1)).json()["error"]["message"] == "The token has expired."
+    assert 'crossdock_gateway_jwt_refused_total{reason="expired"} 1.0' in secured.metrics()
 
 
 def _knock(address: str, role: Role, keys: Keys | None, to: Role) -> str:

@@ -6,6 +6,7 @@ import hmac
 import json
 import logging
 import time
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,12 @@ def swapped(good: str) -> str:
     return f"{head}.{other}.{signature}"
 
 
-def tenants_with(tmp_path: Path, *key_ids: str, rules: TokenRules = RULES) -> JwtTenants:
+def tenants_with(
+    tmp_path: Path, *key_ids: str, rules: TokenRules = RULES, on_refused: Callable[[str], None] = lambda reason: None
+) -> JwtTenants:
     path = tmp_path / "keys.json"
     path.write_text(key_set(*key_ids))
-    return JwtTenants(str(path), rules)
+    return JwtTenants(str(path), rules, on_refused)
 
 
 async def tenant_of(source: JwtTenants, text: str) -> str | None:
@@ -150,6 +153,20 @@ ATTACKS: dict[str, tuple[Any, str]] = {
     "no tenant": (lambda: token(tenant=None), "no text in its claim 'tenant'"),
     "very long": (lambda: token(more="x" * TOKEN_CHARS_MAX), "longer than"),
 }
+REASONS = {
+    "expired": "expired",
+    "not yet valid": "not_yet_valid",
+    "another audience": "audience",
+    "another issuer": "issuer",
+    "no signature": "algorithm",
+    "claims changed": "signature",
+    "without an end": "claims",
+    "unknown key": "unknown_key",
+    "unknown tenant": "tenant",
+    "no tenant": "tenant",
+    "short key": "invalid",
+    "very long": "too_long",
+}  # as the metrics have them
 
 
 @pytest.mark.filterwarnings("ignore:The RSA key is 1024 bits")
@@ -157,11 +174,14 @@ ATTACKS: dict[str, tuple[Any, str]] = {
 def test_bad_token_is_refused(tmp_path: Path, attack: str) -> None:
     """A token that was forged, or is for others, gets 401; the message says why, and repeats no part of the token."""
     make, words = ATTACKS[attack]
-    source, bad = tenants_with(tmp_path, "rsa", "ec", "ed", "rsa-short"), make()
+    reasons: list[str] = []
+    source = tenants_with(tmp_path, "rsa", "ec", "ed", "rsa-short", on_refused=reasons.append)
+    bad = make()
     with pytest.raises(ApiError, match=words) as refused:
         asyncio.run(tenant_of(source, bad))
     assert (refused.value.status, refused.value.code) == (401, "invalid_token")
     assert not any(part and part in refused.value.message for part in bad.split("."))
+    assert len(reasons) == 1 and reasons[0] == REASONS.get(attack, reasons[0])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import socket
 import time
 
 import pytest
+from msgspec import structs
 
 from gateway.http.request_log import RequestInfo
 from gateway.tracing.context import TraceContext, read_traceparent
@@ -96,6 +97,27 @@ def test_parts_of_attempts_leave_no_gap() -> None:
         ("deliver", 8.0, 8.0),
     ]
     assert [(chunk.start, chunk.end) for chunk in spans[5].children] == [(5.5, 6.5), (6.5, 8.0)]
+
+
+def test_interrupted_answer_has_no_gap() -> None:
+    """Where an answer is interrupted after its first or a later token, and where it ends, a part goes on until then."""
+    info = RequestInfo(started_at=1.0, first_token_at=3.0)
+    attempts = [
+        TracedAttempt("r", 1, 2.0, first_at=3.0, last_at=3.0),
+        TracedAttempt("r", 2, 5.0, first_at=6.0, second_at=6.5, last_at=7.0),
+        TracedAttempt("r", 3, 8.5, first_at=9.0, second_at=9.1, last_at=9.2),
+    ]
+    for one, ended_ms in zip(attempts, (2000.0, 3000.0, 700.0), strict=True):
+        times = AttemptTimes("r", one.number, "", ended_ms, computed_ms=400.0, chunks=(ChunkTimes(0, 4, 0.0, 400.0),))
+        one.times = structs.replace(times, handed_over_ms=0.0 if one.number == 1 else 500.0)
+    trace = Trace(TraceContext(1), info, "chat", first_sent_at=3.1, ended_at=9.5, attempts=attempts)
+    parts = sorted((span.start, span.end, span.name) for span in root_span(trace).children)
+    until = 1.0
+    for start, end, name in parts:
+        assert start <= until, f"a gap before {name}"
+        until = max(until, end)
+    assert until == 9.5 and parts[-1] == (9.2, 9.5, "finish")
+    assert (2.4, 4.0, "kv_transfer") in parts and (6.5, 8.0, "decode") in parts
 
 
 def test_hanging_collector_delays_nothing() -> None:

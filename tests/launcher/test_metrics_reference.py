@@ -153,3 +153,15 @@ def test_panels_and_rules_are_well_formed() -> None:
     for group in yaml.safe_load((FOLDER / "alerts.yaml").read_text(encoding="utf-8"))["groups"]:
         for rule in group["rules"]:
             assert rule["labels"]["severity"] in ("warning", "critical") and rule["annotations"]["summary"]
+
+
+def test_each_alert_has_its_runbook() -> None:
+    """The runbook has a section for each alert, in the same order, which says what it means, how to see it, and what to do."""
+    alerts = [where.split()[1] for where, _ in EXPRESSIONS if where.startswith("alert ")]
+    page = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
+    sections = page.split("\n## ")[1:]
+    assert [section.partition("\n")[0] for section in sections] == alerts
+    for section in sections:
+        assert re.findall(r"^\*\*(.+?):\*\*", section, re.MULTILINE) == ["Means", "See it", "Do"], section[:40]
+        for name in re.findall(r"`(crossdock_\w+)", section):
+            assert name in FAMILIES or family_of(name)[0] is not None, name

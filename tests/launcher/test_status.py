@@ -18,7 +18,16 @@ from launcher.local import registry as here
 from launcher.local.process_states import ProcessState, ProcessStates
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import Hello, Message, Role, StatusRequest
-from proto.status import AutopilotStatus, PairStatus, PredictionError, StatusReport, WorkerStatus
+from proto.status import (
+    AutopilotStatus,
+    ClassStatus,
+    PairStatus,
+    PredictionError,
+    Process,
+    StatusReport,
+    TenantStatus,
+    WorkerStatus,
+)
 from runtime.link.server import LinkServer, Peer
 from runtime.process import clock
 
@@ -57,9 +66,9 @@ def test_coordinator_answer_is_shown() -> None:
     assert roles == [Role.OBSERVER]
 
 
-def _shown(report: StatusReport) -> str:
+def _shown(report: StatusReport, wide: bool = False) -> str:
     console = Console(file=io.StringIO(), width=200)
-    show(report, console)
+    show(report, console, wide=wide)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -68,10 +77,49 @@ def test_differing_numerics_are_shown() -> None:
     """Workers with different kernel fingerprints are shown as differing."""
     alike = msgspec.structs.replace(WORKER, numerics="kernels 1")
     other = msgspec.structs.replace(WORKER, name="decode-1", numerics="kernels 2")
-    text = _shown(msgspec.structs.replace(REPORT, workers=(alike, msgspec.structs.replace(alike, name="decode-1"))))
-    assert "Numerics of tiny: kernels 1" in text and "differ" not in text
+    same = msgspec.structs.replace(REPORT, workers=(alike, msgspec.structs.replace(alike, name="decode-1")))
+    assert "Numerics of tiny: kernels 1" in _shown(same, wide=True) and "umerics" not in _shown(same)
     text = _shown(msgspec.structs.replace(REPORT, workers=(alike, other)))
-    assert "Numerics of tiny differ" in text and "decode-0: kernels 1; decode-1: kernels 2" in text
+    assert "Attention: numerics of tiny differ" in text and "decode-0: kernels 1; decode-1: kernels 2" in text
+
+
+def test_status_is_written_for_operators() -> None:
+    """Version, rates and the TTFT of tenants are shown; what is abnormal comes first, and only then is there any."""
+    prefill = msgspec.structs.replace(WORKER, name="prefill-0", role=Role.PREFILL)
+    rates = {"requests_per_s": 2.5, "prompt_tokens_per_s": 1234.0, "output_tokens_per_s": 80.0}
+    well = msgspec.structs.replace(
+        REPORT,
+        workers=(prefill, WORKER),
+        counters={},
+        version="0.1.0",
+        uptime_ms=7_500_000.0,
+        recent=rates,
+        tenants=(TenantStatus("acme", 0.75, 3, 420.0, 1900.0),),
+        classes=(ClassStatus("standard", 2000.0, 0.0, 0.95, 100, 100, 95),),
+    )
+    text = _shown(well)
+    assert text.startswith("crossdock 0.1.0, coordinator up 2 h 5 min; last minute: 2.5 requests/s, 1,234 prompt")
+    assert "acme 75% (3 waiting), TTFT 420 ms, p99 1.90 s" in text
+    assert "Attention" not in text and "Counters" not in text
+    ill = msgspec.structs.replace(
+        well,
+        workers=(prefill, msgspec.structs.replace(WORKER, draining=True, kv_blocks_used=100)),
+        gateways=(),
+        counters={"turned_away_unknown_key": 4, "kv_bytes": 7},
+        circuit_open=("[prefill-0 → decode-0]",),
+        hung=(Process("decode-1", 77),),
+        classes=(ClassStatus("standard", 2000.0, 0.0, 0.95, 100, 100, 90),),
+    )
+    found = [line.removeprefix("Attention: ") for line in _shown(ill).splitlines() if line.startswith("Attention: ")]
+    assert found == [
+        "no gateway is connected",
+        "tiny has no decode worker that takes requests",
+        "left out: [prefill-0 → decode-0]",
+        "decode-1 (pid 77) was given up because of a hung step",
+        "class standard keeps its targets for 90.0%, wanted 0.95",
+        "the KV cache of decode-0 is full, and 4 requests wait",
+        "4 connections were turned away: unknown key",
+    ]
 
 
 def test_autopilot_status_shows_its_error() -> None:

@@ -43,11 +43,24 @@ envFrom:
 valueFrom: {fieldRef: {fieldPath: status.podIP}}
 {{- end }}
 
+{{/* Where the coordinators are: one address, or that of each pod. */}}
+{{- define "crossdock.coordinators" -}}
+{{- $service := printf "%s-coordinator.%s.svc:7070" .Release.Name .Release.Namespace }}
+{{- $replicas := int .Values.coordinator.replicas }}
+{{- if and (gt $replicas 1) (not .Values.database.secret) }}
+{{- fail "coordinator.replicas above 1 needs database.secret: they share a database" }}
+{{- end }}
+{{- if eq $replicas 1 }}tcp://{{ $service }}{{ end }}
+{{- if gt $replicas 1 }}
+{{- range $number := until $replicas }}{{ if $number }},{{ end }}tcp://{{ $.Release.Name }}-coordinator-{{ $number }}.{{ $service }}{{ end }}
+{{- end }}
+{{- end }}
+
 {{/* A process is alive while the checks of its watchdog pass. It may start for `.starts` times five seconds. `.ready`: the port
-that says whether it is ready. */}}
+that says whether it is ready. `.standby`: one that waits for its turn counts as ready, so that an update goes on. */}}
 {{- define "crossdock.probes" -}}
 readinessProbe:
-  httpGet: {path: /ready, port: {{ .ready | default "metrics" }}{{ if .root.Values.tls.secret }}, scheme: HTTPS{{ end }}}
+  httpGet: {path: {{ ternary "/live" "/ready" (.standby | default false) }}, port: {{ .ready | default "metrics" }}{{ if .root.Values.tls.secret }}, scheme: HTTPS{{ end }}}
   periodSeconds: 5
 livenessProbe:
   httpGet: {path: /live, port: metrics{{ if .root.Values.tls.secret }}, scheme: HTTPS{{ end }}}

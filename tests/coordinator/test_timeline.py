@@ -378,7 +378,7 @@ def test_random_stories_match_events(seed: int) -> None:
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_what_clients_felt_matches_stories(rank: str) -> None:
+def test_felt_ranks_match_the_stories(rank: str) -> None:
     """Requests are listed by what their clients felt, as their stories tell it; so are those that did not finish."""
     core = contended_world(1)
     felt = Felt(0.0, 6, rank)

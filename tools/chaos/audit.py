@@ -8,7 +8,7 @@ import re
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +54,7 @@ class Rest:
 async def rest(cluster: Cluster) -> Rest:
     """Returns the resources of each process; call it when no client is there. Connections may take a moment to close, so the
     least of a few looks counts."""
-    found = Rest(shm_files=shm_files())
+    found = Rest(shm_files=shm_files({member.pid for member in cluster.members}))
     report = cluster.watcher.report
     for pair in report.kv_pairs if report is not None else ():
         if pair.transport == "tcp":
@@ -110,8 +110,13 @@ async def _of_gateway(address: str) -> dict[str, int]:
     return {name: int(float(value)) for name, value in values.items()}
 
 
-def shm_files() -> list[str]:
-    return sorted(os.listdir("/dev/shm"))
+def shm_files(ours: Collection[int]) -> list[str]:
+    """Returns the names in /dev/shm, without those that a process maps which is not one of `ours`."""
+    of_others: set[str] = set()
+    for pid in set(psutil.pids()) - set(ours):
+        with contextlib.suppress(OSError):
+            of_others.update(re.findall(r"/dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
+    return sorted(set(os.listdir("/dev/shm")) - of_others)
 
 
 def grown(before: Rest, after: Rest) -> list[str]:
@@ -127,8 +132,8 @@ def grown(before: Rest, after: Rest) -> list[str]:
                 if what == "fds":
                     more = after.descriptors[slot] - before.descriptors.get(slot, Counter())
                     found[-1] += f"; more than it had: {dict(more)}"
-    if len(after.shm_files) > len(before.shm_files):
-        found.append(f"new in /dev/shm: {sorted(set(after.shm_files) - set(before.shm_files))}")
+    if new := sorted(set(after.shm_files) - set(before.shm_files)):
+        found.append(f"new in /dev/shm: {new}")
     return found
 
 

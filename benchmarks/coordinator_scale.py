@@ -18,11 +18,11 @@ from statistics import median, quantiles
 
 from coordinator.core import Core
 from coordinator.events import Action, Event, Limits, Received
+from lab.cluster.cluster import VirtualCluster
+from lab.cluster.surroundings import ClientRequest, Timing
 from launcher.tables import Table
 from proto.limits import HASH_BYTES
 from runtime.tenancy.priority_classes import PriorityClass
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.surroundings import ClientRequest, Timing
 
 LIMITS = ("prefill", "decode")
 KINDS = ("Submit", "StepDone")  # events whose times are shown by themselves

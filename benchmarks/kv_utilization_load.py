@@ -11,13 +11,13 @@ from math import inf
 from random import Random
 
 from coordinator.events import Limits
+from lab.cluster.cluster import FIRST_DECODE, VirtualCluster
+from lab.cluster.decode import BatchedDecode
+from lab.cluster.surroundings import ClientRequest, Timing
 from proto.errors import Interrupt
 from proto.limits import HASH_BYTES
 from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.lifecycle import RequestState
-from simulation.cluster.cluster import FIRST_DECODE, VirtualCluster
-from simulation.cluster.decode import BatchedDecode
-from simulation.cluster.surroundings import ClientRequest, Timing
 
 STEP_S = 0.03
 

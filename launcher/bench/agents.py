@@ -25,6 +25,7 @@ from launcher.load.figures import LoadSlo, fairness, goodput, tails, values
 from launcher.load.plan import PlannedRequest, tenants_of
 from launcher.load.probe import Probed, probe
 from launcher.load.records import INTERRUPTED, OK, RequestRecord
+from launcher.load.sessions import LoadSession, SessionTurn, in_turn, synthetic
 from launcher.load.show import number
 from launcher.load.tenants import LoadTenant, Ratio
 from launcher.load.traces import read_sessions
@@ -33,7 +34,6 @@ from launcher.models import resolve
 from runtime.process import clock
 from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.options import SettingsError
-from simulation.load.sessions import LoadSession, SessionTurn, in_turn, synthetic
 
 STAGGER_S: Final = 0.3  # between the first turns of two clients
 

@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 
 from launcher.load.lengths import TOKENS_MAX
+from launcher.load.sessions import LoadSession, SessionTurn
 from runtime.settings.options import SettingsError
-from simulation.load.sessions import LoadSession, SessionTurn
 
 ROWS_MAX = 2_000_000
 LINE_CHARS_MAX = 1 << 20

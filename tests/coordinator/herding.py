@@ -12,11 +12,11 @@ from statistics import fmean, median, quantiles
 
 from coordinator.events import Limits
 from gateway.text.block_hashes import block_hashes
+from lab.cluster.cluster import MODEL, VirtualCluster
+from lab.cluster.surroundings import Timing
 from proto.codec import pack_tokens
 from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.limits import Prices, Weights
-from simulation.cluster.cluster import MODEL, VirtualCluster
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.billed import Billed
 
 BLOCK_SIZE = 16

@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 
 from coordinator.events import Limits
+from lab.cluster.cluster import MODEL, VirtualCluster
+from lab.cluster.surroundings import Timing
 from scheduler.fairness.fair_node import Path
-from simulation.cluster.cluster import MODEL, VirtualCluster
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.billed import Billed
 from tests.helpers import first
 from tests.world import invariants

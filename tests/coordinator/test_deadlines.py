@@ -6,6 +6,8 @@ import msgspec
 import pytest
 
 from coordinator.events import Limits
+from lab.cluster.cluster import VirtualCluster
+from lab.cluster.surroundings import Timing
 from proto.errors import Reject
 from proto.messages import Role, Submit
 from runtime.tenancy.priority_classes import PriorityClass
@@ -13,8 +15,6 @@ from scheduler.request import Request
 from scheduler.waiting.line import WaitingLine
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import PrefillWorker
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.world import MODEL, submit, worker_hello
 
 TIMING = Timing(prefill_step_s=0.01)

@@ -3,8 +3,8 @@
 import pytest
 
 from coordinator.events import Limits
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.surroundings import Timing
+from lab.cluster.cluster import VirtualCluster
+from lab.cluster.surroundings import Timing
 
 
 @pytest.mark.parametrize(("failing", "every"), [(3, 1), (4, 1), (3, 2)])

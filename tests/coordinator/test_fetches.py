@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from coordinator.event_log.timeline import Placed, Timeline
+from lab.cluster.cluster import FIRST_PREFILL, VirtualCluster
 from prefill_worker.fetches import Fetches
 from proto.kv import Fetch
 from scheduler.workers.worker import FETCH_PAUSE_S
-from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster
 from tests.coordinator.logged_core import LoggedCore, as_logged, replay
 from tests.coordinator.test_suffixes import BLOCK, World
 from tests.coordinator.world import MODEL

@@ -7,8 +7,8 @@ from functools import cache, partial
 import pytest
 
 from coordinator.events import Limits
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.surroundings import Timing
+from lab.cluster.cluster import VirtualCluster
+from lab.cluster.surroundings import Timing
 from tests.coordinator.world import MODEL
 from tests.helpers import first, p99
 

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 
 from coordinator.events import Configured, Limits
+from lab.cluster.cluster import VirtualCluster
+from lab.cluster.decode import BatchedDecode
+from lab.cluster.surroundings import Timing
 from runtime.tenancy.tenants import parse
 from scheduler.lifecycle import RequestState
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.decode import BatchedDecode
-from simulation.cluster.surroundings import Timing
 from tests.helpers import first
 
 CHAT_MAX_TOKENS = 4096

@@ -9,14 +9,14 @@ from math import inf
 import pytest
 
 from coordinator.events import Limits
+from lab.cluster.cluster import VirtualCluster
+from lab.cluster.surroundings import ClientRequest, Timing
 from proto.errors import Reject
 from proto.messages import Rejected, Submit
 from scheduler.fairness.fair_queue import FairQueue
 from scheduler.fairness.tenant_queue import Entry, TenantQueue
 from scheduler.request import Request
 from scheduler.waiting.rates import Rate
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.surroundings import ClientRequest, Timing
 from tests.coordinator.world import MODEL, Harness, submit
 from tests.helpers import first
 

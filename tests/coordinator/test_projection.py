@@ -6,12 +6,12 @@ import statistics
 import pytest
 
 from coordinator.events import Limits
+from lab.cluster.cluster import ClientRequest, VirtualCluster  # type: ignore[attr-defined]
+from lab.cluster.surroundings import Timing
 from scheduler.request import Request
 from scheduler.waiting.line import WaitingLine
 from scheduler.waiting.projection import Projection, Speed
 from scheduler.waiting.tenant_work import IN_LINE
-from simulation.cluster.cluster import ClientRequest, VirtualCluster  # type: ignore[attr-defined]
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.world import submit
 from tests.helpers import first
 

@@ -26,13 +26,13 @@ from coordinator.event_log.format import (
 )
 from coordinator.event_log.replay import Replay
 from coordinator.events import Configured, Event, Limits, PeerDown, PeerUp, ProtocolViolation, Received, Tick
+from lab.cluster.cluster import VirtualCluster
+from lab.cluster.surroundings import Timing
 from proto.errors import CancelReason
 from proto.messages import Cancel, Ping, Role, StatusRequest, Step, StepDone, Submit
 from proto.parts import Held
 from runtime.tenancy.priority_classes import PriorityClass
 from runtime.tenancy.tenants import Tenants, parse
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.logged_core import LoggedCore, as_logged, replay
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
 from tests.helpers import first

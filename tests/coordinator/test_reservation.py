@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 
 from coordinator.events import Limits
+from lab.cluster.cluster import MODEL, VirtualCluster
+from lab.cluster.surroundings import Timing
 from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.waiting.queue import WaitQueue
-from simulation.cluster.cluster import MODEL, VirtualCluster
-from simulation.cluster.surroundings import Timing
 from tests.helpers import first, p99
 
 SECONDS = 80.0

@@ -3,8 +3,8 @@
 import random
 
 from coordinator.events import Limits
-from simulation.cluster.cluster import MODEL, VirtualCluster
-from simulation.cluster.surroundings import Timing
+from lab.cluster.cluster import MODEL, VirtualCluster
+from lab.cluster.surroundings import Timing
 from tests.helpers import p99
 
 SECONDS = 30.0

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from benchmarks.kv_utilization_load import Figures, Job, OverloadedCluster
 from coordinator.events import PeerDown
+from lab.cluster.cluster import FIRST_DECODE
 from proto.messages import Released
 from proto.parts import PrefixPart
 from proto.progress import DecodeProgress, SharedPrefix
 from scheduler.kv_admission.admission import NEVER, KvAdmission, KvDemand
 from scheduler.kv_admission.shared_blocks import SharedBlocks
-from simulation.cluster.cluster import FIRST_DECODE
 from tests.coordinator.consistent import all_covered, check_room
 from tests.coordinator.consistent import covered as covered_by_others
 from tests.coordinator.test_kv_admission import key

@@ -6,9 +6,9 @@ from random import Random
 import pytest
 
 from coordinator.events import Limits
+from lab.cluster.cluster import VirtualCluster
+from lab.cluster.surroundings import Timing
 from scheduler.step_times import STEP_TOKENS_MIN, StepLimits, StepPace
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.world import MODEL
 
 

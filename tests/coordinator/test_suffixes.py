@@ -8,11 +8,11 @@ import pytest
 from coordinator.core import Core
 from coordinator.event_log.timeline import Placed, Timeline
 from coordinator.events import Limits
+from lab.cluster.cluster import VirtualCluster
+from lab.cluster.decode import BatchedDecode
+from lab.cluster.surroundings import Timing
 from proto.limits import HASH_BYTES
 from scheduler.limits import Prices
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.decode import BatchedDecode
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.logged_core import LoggedCore, as_logged, replay
 
 BLOCK = 16

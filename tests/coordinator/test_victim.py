@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 
 from coordinator.events import Limits
+from lab.cluster.cluster import VirtualCluster
+from lab.cluster.surroundings import Timing
 from runtime.tenancy.priority_classes import PriorityClass
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.surroundings import Timing
 from tests.helpers import first, p99
 
 SECONDS = 40.0

@@ -3,10 +3,10 @@
 import msgspec
 
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
+from lab.cluster.cluster import FIRST_PREFILL, VirtualCluster
+from lab.cluster.surroundings import Timing
 from proto.errors import Reject
 from proto.messages import Prefill, Rejected, Role
-from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.test_seams import one_of, run_prefill
 from tests.coordinator.world import MODEL, Harness, submit, worker_hello
 

@@ -15,9 +15,9 @@ import typer
 
 from benchmarks import __main__ as benchmarks
 from gateway.http.errors import _OF_KIND, _OF_REJECT
+from lab.scenarios.scenario import parse as parse_scenario
 from launcher import commands as crossdock
 from launcher.cluster.file import parse as parse_cluster
-from launcher.simulate.scenario import parse as parse_scenario
 from proto.codec import ALL_MESSAGES, WITH_BLOB
 from proto.limits import PROTOCOL_VERSION
 from runtime.settings import command_line, options

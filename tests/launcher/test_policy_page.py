@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from launcher.simulate import scenario
+from lab.scenarios import scenario
 from tests.documents import ROOT
 from tools import policy
 

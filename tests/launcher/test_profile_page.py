@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
+from lab.profile import Profile, ProfileError, decoded, encoded
 from tests.documents import ROOT
-from tests.tuning.profiles import GPU
+from tests.lab.profiles import GPU
 from tools.profile_schema import schema
-from tuning.profile import Profile, ProfileError, decoded, encoded
 
 PAGE = (ROOT / "docs" / "profile.md").read_text(encoding="utf-8")
 EXAMPLE = json.loads(PAGE.rpartition("```json\n")[2].partition("```")[0])

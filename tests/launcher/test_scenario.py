@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from launcher.simulate.load import read
+from lab.cluster.workload import Goal, PlannedFailure, Workload
+from lab.commands.simulate import read
 from runtime.settings.options import SettingsError
-from simulation.load.workload import Goal, PlannedFailure, Workload
 
 WORKERS = '[[workers]]\nrole = "prefill"\n[[workers]]\nrole = "decode"\n'
 TRAFFIC = "[[traffic]]\n"

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from lab.cluster.run import Played, play
+from lab.scenarios.build import build
+from lab.scenarios.scenario import parse
 from launcher.bench.agents import dealt
+from launcher.load.sessions import LoadSession, SessionTurn, in_turn, named, synthetic
 from launcher.load.tenants import LoadTenant
 from launcher.load.traces import read_sessions
-from launcher.simulate.build import build
-from launcher.simulate.scenario import parse
 from proto.limits import HASH_BYTES
 from runtime.settings.options import SettingsError
-from simulation.load.run import Played, play
-from simulation.load.sessions import LoadSession, SessionTurn, in_turn, named, synthetic
 
 CSV = """session,turn,t_s,prompt_tokens,reused_tokens,output_tokens,think_s
 a,0,0,1000,0,50,0

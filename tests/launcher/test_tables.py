@@ -11,6 +11,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from lab.commands import check as tune_check
+from lab.commands import show as tune_show
+from lab.commands import simulate as simulate_load
+from lab.commands.profiles.show import show as show_profile
 from launcher import config, tables
 from launcher.admin import explain_words, policy, status, tenants, usage
 from launcher.bench import agents as bench_agents
@@ -21,14 +25,10 @@ from launcher.bench import ratio as bench_ratio
 from launcher.cluster import check as cluster_check
 from launcher.load import show as load_show
 from launcher.models import commands as model_commands
-from launcher.simulate import load as simulate_load
 from launcher.tables import Table
-from launcher.tuning import check as tune_check
-from launcher.tuning import show as tune_show
-from launcher.tuning.profiles.show import show as show_profile
 from proto.policy import ArmStatus
+from tests.lab.profiles import GPU
 from tests.launcher import tables_shown as shown
-from tests.tuning.profiles import GPU
 
 ROOT = Path(__file__).parents[2]
 SHOWN: dict[str, Callable[[Console], Any]] = {
@@ -50,9 +50,9 @@ SHOWN: dict[str, Callable[[Console], Any]] = {
     "admin.status": lambda c: (status.show(shown.REPORT, c), status.show(shown.REPORT, c, wide=True)),
     "admin.tenants": lambda c: tenants.show(shown.TENANTS, c),
     "admin.usage": lambda c: usage.show(shown.USAGE, c),
-    "tuning.profiles.show": lambda c: show_profile(GPU, c),
-    "tuning.check": lambda c: tune_check.show(shown.CHECKED, c),
-    "tuning.show": lambda c: (
+    "lab.commands.profiles.show": lambda c: show_profile(GPU, c),
+    "lab.commands.check": lambda c: tune_check.show(shown.CHECKED, c),
+    "lab.commands.show": lambda c: (
         tune_show._ranked(shown.RANKED, c),
         tune_show._by_workers(shown.TUNED, c),
         tune_show._what_if(shown.TUNED, c),

@@ -16,7 +16,6 @@ from lab.profile import ControlCost, Curve, DecodeCost, HostCost, PrefillCost, R
 from proto.errors import CrossdockError
 
 SIGMA_MIN, SIGMA_MAX = 0.01, 0.25
-GAP_POINTS = 100
 GROUP_MAX = 150  # samples of one size that make a slope
 APART_MIN = 0.25  # of the larger number of reads, between two samples: with less, the slope is noise
 
@@ -63,8 +62,6 @@ class Samples:
     """Streams that ran alone: tokens of the prompt's last step, and how much longer the first gap was than the later ones."""
     core: list[tuple[int, float]] = field(default_factory=list)
     """Sequences of a batch, and core time of the control processes for each of its steps, in ms."""
-
-    gaps: list[float] = field(default_factory=list)  # between tokens of undisturbed streams, over their mean
 
     def add(self, others: "Samples") -> None:
         for each in fields(self):
@@ -181,14 +178,11 @@ def control_cost(samples: Sequence[tuple[int, float]]) -> ControlCost:
     return ControlCost(*line_through([(float(count), ms) for count, ms in samples]))
 
 
-def run_spread(parts: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, int]:
-    """Returns how far times of another run may lie from the fit, as the standard deviation of their logarithm, and its degrees
-    of freedom. `parts` has one list each for prefill steps, decode steps and requests, of pairs (round, measured / fitted).
-
-    An error that is the same in all rounds does not show here. The parts of a round are slow together, so the degrees of
-    freedom are counted by rounds.
-    """
-    squares, count, rounds_max = 0.0, 0, 0
+def run_spread(parts: Sequence[Sequence[tuple[int, float]]]) -> float:
+    """Returns how far times of another run may lie from the fit, as the standard deviation of their logarithm. `parts` has one
+    list each for prefill steps, decode steps and requests, of pairs (round, measured / fitted). An error that is the same in all
+    rounds does not show here."""
+    squares, count = 0.0, 0
     for part in parts:
         rounds: dict[int, list[float]] = defaultdict(list)
         for number, ratio in part:
@@ -197,10 +191,8 @@ def run_spread(parts: Sequence[Sequence[tuple[int, float]]]) -> tuple[float, int
         if len(logs) > 1:
             # A new run differs from the truth as much as each round did, and the mean of the rounds differs from it too.
             squares += variance(logs) * (1 + 1 / len(logs))
-            count, rounds_max = count + 1, max(rounds_max, len(logs))
-    if not count:
-        return 0.03, 0
-    return min(max(sqrt(squares / count), SIGMA_MIN), SIGMA_MAX), rounds_max - 1
+            count += 1
+    return min(max(sqrt(squares / count), SIGMA_MIN), SIGMA_MAX) if count else 0.03
 
 
 def step_ratios(samples: Iterable[StepSample], cost: PrefillCost | DecodeCost) -> list[tuple[int, float]]:
@@ -212,10 +204,3 @@ def outside_ratios(samples: Iterable[Outside], cost: HostCost) -> list[tuple[int
         (one.round, one.ms / max(cost.request_ms + cost.request_token_ms * one.prompt_tokens, 1e-3)) for one in samples
     ]
 
-
-def gap_spread(ratios: Sequence[float]) -> tuple[float, ...]:
-    """Returns `GAP_POINTS` quantiles at even distances; empty if there are too few gaps."""
-    order = sorted(ratios)
-    if len(order) < 2 * GAP_POINTS:
-        return ()
-    return tuple(order[int((place + 0.5) / GAP_POINTS * len(order))] for place in range(GAP_POINTS))

@@ -63,8 +63,8 @@ class LayoutSpace(Space):
             for total, most in totals.items():
                 for layouts in self._by_pair(total).values():
                     found += _some(layouts, most)
-        settings = product(found, self.step_tokens, self.seqs_max, self.stall_shares)
-        return [Candidate(one.workers, step, seqs, stall, one.cards) for one, step, seqs, stall in settings]
+        settings = product(found, self.step_tokens, self.seqs_max)
+        return [Candidate(one.workers, step, seqs, one.cards) for one, step, seqs in settings]
 
     def around(self, one: Candidate) -> list[Candidate]:
         """Returns the layouts of the same degrees and as many cards, between the neighbours that `candidates` has."""
@@ -73,7 +73,7 @@ class LayoutSpace(Space):
         at = [place for place, other in enumerate(layouts) if other.workers == one.workers]
         near = layouts[max(at[0] - far, 0) : at[0] + far + 1] if at and far > 1 else []
         return [
-            Candidate(other.workers, one.step_tokens, one.seqs_max, one.stall_share, one.cards)
+            Candidate(other.workers, one.step_tokens, one.seqs_max, one.cards)
             for other in near
             if not other.workers.mixed
         ]

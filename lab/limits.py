@@ -16,9 +16,8 @@ from lab.play.plays import Each, Play, outcome_of
 from lab.profile import Profile
 
 Relief = Callable[[Profile, RunOptions], tuple[Profile, RunOptions]]
-LEAST_GAIN: Final = (
-    0.005  # of all requests, by a resource's doubling; with less it is no limit, and with as much less equal
-)
+LEAST_GAIN: Final = 0.005
+"""Of all requests, by a resource's doubling. With less it is no limit, and with as much less equal to the best."""
 HURTS: Final = 0.02  # of all requests, lost by a resource's doubling, that are worth saying
 
 
@@ -33,15 +32,11 @@ NO_LIMIT: Final = Limit()
 
 
 def _prefill_compute(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
-    cost = profile.prefill
-    faster = msgspec.structs.replace(cost, curve=cost.curve.scaled(0.5), context_ms=cost.context_ms / 2)
-    return profile.replaced(prefill=faster), options
+    return profile.replaced(prefill=profile.prefill.scaled(0.5)), options
 
 
 def _decode_compute(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
-    cost = profile.decode
-    faster = msgspec.structs.replace(cost, curve=cost.curve.scaled(0.5), kv_token_ms=cost.kv_token_ms / 2)
-    return profile.replaced(decode=faster), options
+    return profile.replaced(decode=profile.decode.scaled(0.5)), options
 
 
 def _prefill_memory(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:

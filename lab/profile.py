@@ -6,13 +6,12 @@
 
 A mixed worker does prefill steps and decode steps in turn.
 
-Curves are piecewise linear through the measured medians. The residuals of the fit are kept: they make the error bands.
+Curves are piecewise linear through the measured medians. The residuals of the fit are kept, to be shown.
 """
 
 import codecs
 from bisect import bisect_right
 from collections.abc import Sequence
-from math import log
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -63,11 +62,6 @@ class Residuals(msgspec.Struct, frozen=True):
     p90: float = 0.0
     worst: float = 0.0
 
-    @property
-    def sigma(self) -> float:
-        """Returns the standard deviation of their logarithm from the middle 8 in 10, because single values lie far off."""
-        return log((1 + self.p90) / (1 + self.p10)) / 2.563 if -1 < self.p10 <= self.p90 else 0.0
-
     @staticmethod
     def of(found: Sequence[float]) -> "Residuals":
         if not found:
@@ -86,6 +80,9 @@ class PrefillCost(msgspec.Struct, frozen=True):
         """`pairs`: (token, token it attends to) pairs of the step."""
         return self.curve(tokens) + self.context_ms * pairs
 
+    def scaled(self, factor: float) -> "PrefillCost":
+        return PrefillCost(self.curve.scaled(factor), factor * self.context_ms, self.residuals)
+
     def prompt_ms(self, prompt_tokens: int, cached_tokens: int, step_tokens: int) -> float:
         """All steps of one prompt that runs alone."""
         total, start = 0.0, cached_tokens
@@ -103,6 +100,9 @@ class DecodeCost(msgspec.Struct, frozen=True):
 
     def step_ms(self, sequences: float, kv_tokens: float) -> float:
         return self.curve(sequences) + self.kv_token_ms * kv_tokens
+
+    def scaled(self, factor: float) -> "DecodeCost":
+        return DecodeCost(self.curve.scaled(factor), factor * self.kv_token_ms, self.residuals)
 
 
 class TransferCost(msgspec.Struct, frozen=True):
@@ -171,8 +171,6 @@ class Profile(msgspec.Struct, frozen=True):
     about: dict[str, Any] = {}  # hardware, model, dtype, versions, when
     format: int = FORMAT
     control: ControlCost = ControlCost()
-    run_dof: int = 0  # of `run_sigma`; 0: it is taken as known
-    gap_spread: tuple[float, ...] = ()  # between tokens of undisturbed streams / mean: quantiles, evenly spaced
     origin: Origin = "calibrated"
 
     def cost_per_hour(self, prefill: int, decode: int, mixed: int) -> float:
@@ -182,27 +180,6 @@ class Profile(msgspec.Struct, frozen=True):
 
     def replaced(self, **changes: Any) -> "Profile":
         return msgspec.structs.replace(self, **changes)
-
-    def scaled(self, prefill: float = 1.0, decode: float = 1.0) -> "Profile":
-        """Returns the same machine with decode steps that take `decode` times as long. `prefill` scales the prefill steps and
-        the host's work for requests, which runs mostly on the same cores."""
-        host, transfer, control = self.host, self.transfer, self.control
-        return self.replaced(
-            prefill=msgspec.structs.replace(
-                self.prefill, curve=self.prefill.curve.scaled(prefill), context_ms=self.prefill.context_ms * prefill
-            ),
-            decode=msgspec.structs.replace(
-                self.decode, curve=self.decode.curve.scaled(decode), kv_token_ms=self.decode.kv_token_ms * decode
-            ),
-            host=msgspec.structs.replace(
-                host,
-                request_ms=host.request_ms * prefill,
-                request_token_ms=host.request_token_ms * prefill,
-                step_gap_ms=host.step_gap_ms * prefill,
-            ),
-            transfer=msgspec.structs.replace(transfer, latency_ms=transfer.latency_ms * prefill),
-            control=ControlCost(control.step_ms * prefill, control.token_ms * prefill),
-        )
 
 
 def decoded(data: bytes, name: str) -> Profile:
@@ -232,7 +209,6 @@ def merged(prefill: Profile, decode: Profile) -> Profile:
         msgspec.structs.replace(slower, bytes_per_token=decode.transfer.bytes_per_token),
         host,
         run_sigma=max(prefill.run_sigma, decode.run_sigma),
-        run_dof=min(prefill.run_dof, decode.run_dof),
         step_tokens=prefill.step_tokens,
         attention_tokens=prefill.attention_tokens,
         about={
@@ -240,7 +216,6 @@ def merged(prefill: Profile, decode: Profile) -> Profile:
             "prefill": prefill.about | {"origin": prefill.origin},
             "decode": decode.about | {"origin": decode.origin},
         },
-        gap_spread=decode.gap_spread,
         origin=min(prefill.origin, decode.origin, key=LEAST_SURE.index),
     )
 

@@ -26,7 +26,7 @@ from lab.play.outcome import Floats, PlayedOutcome
 from lab.play.plays import Each, Play, outcome_of
 from lab.play.request import Sent
 from lab.profile import Profile
-from lab.traffic import Change, excerpt, windows
+from lab.traffic import at_load, excerpt, windows
 
 LAYOUTS_MAX: Final = (
     12  # of one number of workers, at even distances, and numbers of workers; neighbours of the best follow
@@ -50,7 +50,6 @@ class Candidate:
     workers: Workers
     step_tokens: int
     seqs_max: int = 0  # 0: the profile's
-    stall_share: float = 0.0  # as in `RunOptions`
     cards: tuple[int, int] = (1, 1)  # of each prefill worker, and of each other one
 
     @property
@@ -168,7 +167,6 @@ class Space:
     mixed: bool = True
     step_tokens: tuple[int, ...] = (256,)
     seqs_max: tuple[int, ...] = (0,)
-    stall_shares: tuple[float, ...] = (0.0,)
     mixed_max: int = 0  # that there are cores for: each has its own in the model; 0: any number
 
     def profile_of(self, profile: Profile, one: Candidate) -> Profile:
@@ -185,7 +183,7 @@ class Space:
     def candidates(self) -> list[Candidate]:
         """Returns all candidates, or of many workers some at even distances."""
         layouts = [one for total in _some(range(1, self.budget + 1)) for one in _some(self.layouts(total))]
-        return [Candidate(*one) for one in product(layouts, self.step_tokens, self.seqs_max, self.stall_shares)]
+        return [Candidate(*one) for one in product(layouts, self.step_tokens, self.seqs_max)]
 
     def around(self, one: Candidate) -> list[Candidate]:
         """Returns the candidates beside this one that `candidates` may have left out."""
@@ -244,7 +242,7 @@ class Lab:
         return Play(own, one.workers, sent, options_for(self.options, one))
 
     def play(self, sent: Sequence[Sent], asked: Sequence[tuple[Scored, float]]) -> None:
-        at_loads = {load: Change(load=load).applied(sent) if load != 1 else sent for _, load in asked}
+        at_loads = {load: at_load(sent, load) if load != 1 else sent for _, load in asked}
         plays = [self.play_of(one.candidate, at_loads[load]) for one, load in asked]
         what = f"{len(sent):,} requests"
         self.tell(what, 0, len(plays))
@@ -323,7 +321,7 @@ def search(
 
 
 def options_for(options: RunOptions, one: Candidate) -> RunOptions:
-    return replace(options, step_tokens=one.step_tokens, seqs_max=one.seqs_max, stall_share=one.stall_share)
+    return replace(options, step_tokens=one.step_tokens, seqs_max=one.seqs_max)
 
 
 def _loads_of(found: Sequence[Scored]) -> dict[Candidate, float]:

@@ -1,7 +1,6 @@
-"""Traffic as the search plays it: parts of it, other loads and lengths. Pure."""
+"""Traffic as the search plays it: parts of it, and other loads. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,33 +13,11 @@ PARTS_MAX = 12
 WINDOW_REQUESTS = 100  # shorter windows end before a queue has grown
 
 
-@dataclass(frozen=True)
-class Change:
-    """The changes against the traffic as it was: factors, and the share of prompts that is cached."""
-
-    load: float = 1.0
-    prompts: float = 1.0
-    outputs: float = 1.0
-    hit_rate: float = 0.0
-
-    def applied(self, sent: Sequence[Sent]) -> list[Sent]:
-        """Applies all changes but the hit rate, which `RunOptions.hit_rate` has. That one counts only without ids of blocks,
-        so a change of it removes them. The load of sessions is the number of clients."""
-        load = self.load
-        if load != 1 and has_sessions(sent):
-            sent, load = more_clients(sent, load), 1.0
-        return [
-            one._replace(
-                at_s=one.at_s / load,
-                blocks=() if self.hit_rate else one.blocks,
-                session=0 if self.hit_rate else one.session,
-                reused_tokens=round(one.reused_tokens * self.prompts),
-                prompt_tokens=max(1, round(one.prompt_tokens * self.prompts)),
-                output_tokens=max(1, round(one.output_tokens * self.outputs)),
-                leaves_after=max(1, round(one.leaves_after * self.outputs)) if one.leaves_after else 0,
-            )
-            for one in sent
-        ]
+def at_load(sent: Sequence[Sent], load: float) -> list[Sent]:
+    """Returns the traffic at so many times its load, which for sessions is the number of clients."""
+    if has_sessions(sent):
+        return more_clients(sent, load)
+    return [one._replace(at_s=one.at_s / load) for one in sent]
 
 
 def has_sessions(sent: Sequence[Sent]) -> bool:

@@ -132,7 +132,7 @@ def profile_of(samples: Samples, logged: Logged, about: dict[str, Any], cores: t
         # The player already models the time that tokens take from prefill, so only the loss beyond it is kept here.
         tokens = median(control.of(one.size) / one.ms for one, _ in samples.decode_beside)
         beside_decode = max(beside_decode / stretch(1, cores[0], 1, tokens), 1.0)
-    run_sigma, run_dof = fit.run_spread(
+    run_sigma = fit.run_spread(
         [
             fit.step_ratios(samples.prefill, prefill),
             fit.step_ratios(samples.decode, decode),
@@ -155,8 +155,6 @@ def profile_of(samples: Samples, logged: Logged, about: dict[str, Any], cores: t
         attention_tokens=logged.attention_tokens,
         about=about,
         control=control,
-        run_dof=run_dof,
-        gap_spread=fit.gap_spread(samples.gaps),
     )
 
 

@@ -60,7 +60,7 @@ def space_of(
     if small := [str(one) for one in named if not set(one.cards) <= fit.keys()]:
         raise SettingsError(f"--layouts: the memory of {small[0]} is too small for requests of {longest:,} tokens")
     found = LayoutSpace(
-        space.budget, space.mixed, space.step_tokens, space.seqs_max, space.stall_shares, profiles=fit, named=named
+        space.budget, space.mixed, space.step_tokens, space.seqs_max, profiles=fit, named=named
     )
     if not found.candidates():
         raise SettingsError(

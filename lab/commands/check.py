@@ -15,9 +15,12 @@ from lab.advise import Slo, Workers
 from lab.commands.settings import TrafficSettings, TuneCheckSettings, TuneSettings
 from lab.commands.traffic import profile_of, traffic
 from lab.commands.tune import FORMAT
-from lab.commands.verdict import METRICS, verdict
+from lab.commands.verdict import verdict
+from lab.goals import Goals
+from lab.play.options import RunOptions
+from lab.play.outcome import PlayedOutcome
+from lab.play.plays import Play, outcome_of
 from lab.play.request import Sent
-from lab.predict import Band, Prediction, predict
 from lab.profile import Profile
 from launcher import reports, tables
 from launcher.bench.serve import measure, started
@@ -33,7 +36,8 @@ from runtime.settings.types import SLO_PERCENTILE
 
 RATIOS_MAX = 3
 NOT_HELD = 3  # exit status: another ratio was better live
-RANKS = ("p50", "p90", "p99")
+METRICS = "ttft_ms", "tpot_ms", "e2e_ms"
+RANKS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 RECOMMENDATION_BYTES_MAX = 64 << 20
 
 
@@ -112,7 +116,7 @@ async def _run(
             load = _load(settings, tuned, Path(folder) / "traffic.csv")
         except SettingsError as error:
             raise SettingsError(f"{settings.recommendation}: its traffic cannot be made again: {error}") from None
-        slo = Slo(tuned.slo_ttft_ms, tuned.slo_tpot_ms, SLO_PERCENTILE)
+        goals = Goals(Slo(tuned.slo_ttft_ms, tuned.slo_tpot_ms, SLO_PERCENTILE))
         for ratio in ratios:
             console.print(f"[bold]{ratio}[/bold]", highlight=False)
             tenants = [LoadTenant("default")]
@@ -122,8 +126,8 @@ async def _run(
             plan = make_plan(load, tenants, min(context, profile.prefill_capacity.context_tokens))
             sent = [Sent(one.due_s, one.prompt_tokens, one.output_tokens) for one in plan.requests]
             workers = Workers(ratio.prefill, ratio.decode, ratio.mixed)
-            foretold = predict(profile, workers, sent, slo, from_s=load.warmup_s)
-            rows.append(compared(str(ratio), foretold, result.figures))
+            foretold = outcome_of(Play(profile, workers, sent, RunOptions())).since(load.warmup_s)
+            rows.append(compared(str(ratio), foretold, goals, result.figures))
             interrupted = bool(result.about["interrupted"])
             if interrupted:
                 break
@@ -134,7 +138,6 @@ async def _run(
     for row in rows:
         show(row, console)
     console.print(f"[bold]{found.words}[/bold]", highlight=False, soft_wrap=True)
-    console.print(f"{found.covered} of {found.figures} figures lie in their bands.", highlight=False)
     return INTERRUPTED_EXIT if interrupted else 0 if found.held else NOT_HELD
 
 
@@ -160,68 +163,40 @@ def _load(settings: TuneCheckSettings, tuned: TuneSettings, file: Path) -> LoadS
     )
 
 
-def compared(ratio: str, foretold: Prediction, figures: Mapping[str, Any]) -> dict[str, Any]:
-    good = figures["goodput"]
+def compared(ratio: str, foretold: PlayedOutcome, goals: Goals, figures: Mapping[str, Any]) -> dict[str, Any]:
+    good, share = figures["goodput"], foretold.attainment(goals)
     per_s = good["judged"] / figures["seconds"] if figures["seconds"] > 0 else 0.0
     row: dict[str, Any] = {
         "ratio": ratio,
         "requests": figures["requests"],
-        "attainment": _pair(foretold.attainment, good["attainment"], absolute=True),
-        "goodput_per_s": _pair(Band(*(per_s * share for share in foretold.attainment)), good["requests_per_s"]),
+        "attainment": _pair(share, good["attainment"], absolute=True),
+        "goodput_per_s": _pair(per_s * share, good["requests_per_s"]),
     }
     for metric in METRICS:
-        tails = figures["latency"][metric]
-        if tails:
-            row[metric] = {rank: _pair(foretold.latency[metric][rank], tails[rank]) for rank in RANKS}
+        if tails := figures["latency"][metric]:
+            expected = zip(RANKS, foretold.percentiles(metric, tuple(RANKS.values())), strict=True)
+            row[metric] = {rank: _pair(value, tails[rank]) for rank, value in expected}
     return row
 
 
-def _pair(expected: Band, measured: float | None, *, absolute: bool = False) -> dict[str, Any]:
+def _pair(expected: float, measured: float | None, *, absolute: bool = False) -> dict[str, Any]:
     """Returns a figure's prediction beside its measurement. `error`: of the prediction; in points for a share, else
     relative."""
     error = None
     if measured is not None:
-        error = expected.value - measured if absolute else expected.value / max(measured, 1e-9) - 1
-    return {
-        "predicted": expected.value,
-        "low": expected.low,
-        "high": expected.high,
-        "measured": measured,
-        "error": error,
-        "covered": measured is not None and expected.covers(measured),
-    }
+        error = expected - measured if absolute else expected / max(measured, 1e-9) - 1
+    return {"predicted": expected, "measured": measured, "error": error}
 
 
 def show(row: Mapping[str, Any], console: Console) -> None:
-    table = tables.Table(
-        f"{row['ratio']}: {row['requests']} requests",
-        "figure",
-        "predicted",
-        "90 % band",
-        "measured",
-        "error",
-        "in band",
-    )
-    one = row["attainment"]
+    table = tables.Table(f"{row['ratio']}: {row['requests']} requests", "figure", "predicted", "measured", "error")
+    one, per_s = row["attainment"], row["goodput_per_s"]
     if one["measured"] is not None:
-        table.row(
-            "SLO kept", *(f"{100 * one['predicted']:.1f} %", f"{100 * one['low']:.1f}–{100 * one['high']:.1f} %"),
-            f"{100 * one['measured']:.1f} %", f"{100 * one['error']:+.1f} points", _yes(one["covered"]),
-        )  # fmt: skip
-        one = row["goodput_per_s"]
-        table.row(
-            "goodput", f"{one['predicted']:.2f} /s", f"{one['low']:.2f}–{one['high']:.2f}", f"{one['measured']:.2f} /s",
-            f"{one['error']:+.1%}", _yes(one["covered"]),
-        )  # fmt: skip
+        shares = (f"{100 * one[name]:.1f} %" for name in ("predicted", "measured"))
+        table.row("SLO kept", *shares, f"{100 * one['error']:+.1f} points")
+        table.row("goodput", *(f"{per_s[name]:.2f} /s" for name in ("predicted", "measured")), f"{per_s['error']:+.1%}")
     for metric in METRICS:
         for rank, one in row.get(metric, {}).items():
             name = f"{metric.removesuffix('_ms').upper()} {rank}"
-            table.row(
-                name, f"{one['predicted']:.1f} ms", f"{one['low']:.1f}–{one['high']:.1f}", f"{one['measured']:.1f} ms",
-                f"{one['error']:+.1%}", _yes(one["covered"]),
-            )  # fmt: skip
+            table.row(name, f"{one['predicted']:.1f} ms", f"{one['measured']:.1f} ms", f"{one['error']:+.1%}")
     table.show(console)
-
-
-def _yes(covered: bool) -> str:
-    return "yes" if covered else "no"

@@ -183,7 +183,6 @@ def samples_of(measured: Measured, logged: Logged) -> Samples:
         gaps = _steady(records, batch)
         if gaps:
             samples.decode.append(_mean_step(records, batch, gaps, number))
-            samples.gaps += [gap / fmean(gaps) for gap in gaps]
         alone = steps.get(records[0].request_id)
         if batch.sequences == 1 and alone and len(records[0].gaps_ms) > 2:
             first, *later = records[0].gaps_ms

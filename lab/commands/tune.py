@@ -38,7 +38,7 @@ from runtime.process.version import version_of
 from runtime.settings.options import SettingsError
 from runtime.settings.types import SLO_PERCENTILE
 
-FORMAT = 3
+FORMAT = 4
 POOL_REQUESTS = 30_000  # to be played, from which on starting processes for all cores saves time
 ORIGINS = {
     "calibrated": "The profile was measured {}; runs differ by {}.",
@@ -166,12 +166,13 @@ def searched(
         (settings.mixed or settings.workers == 1) and not settings.prefill_profile,
         tuple(settings.step_tokens or [profile.step_tokens]),
         tuple(settings.seqs_max or [0]),
-        (usual_stall_share(profile),),
         mixed_max=profile.prefill_cores + profile.decode_cores,
     )
     if kinds:
         space = cards.space_of(settings, space, kinds, sent)
-    options = RunOptions(hit_rate=settings.hit_rate, block_tokens=block_tokens(settings))
+    options = RunOptions(
+        hit_rate=settings.hit_rate, block_tokens=block_tokens(settings), stall_share=usual_stall_share(profile)
+    )
     effort = QUICK if settings.quick else FULL
     columns = (
         TextColumn("{task.description}"),
@@ -318,7 +319,6 @@ def entry(result: Scored, found: Found) -> dict[str, Any]:
         "good_per_cost": 3600 * per_s * result.attainment / cost if cost else None,
         "step_tokens": candidate.step_tokens,
         "seqs_max": candidate.seqs_max,
-        "stall_share": candidate.stall_share,
         "simulated_requests": result.requests,
         "attainment": result.attainment,
         "load_kept": result.load_kept if len(result.shares) > 1 else None,
@@ -336,7 +336,7 @@ def entry(result: Scored, found: Found) -> dict[str, Any]:
         "batch_mean": outcome.batch_mean,
         **{
             metric: dict(zip(("p50", "p90", "p99"), outcome.percentiles(metric, (0.5, 0.9, 0.99)), strict=True))
-            for metric in ("ttft_ms", "tpot_ms", "itl_ms")
+            for metric in ("ttft_ms", "tpot_ms")
         },
     }
 

@@ -6,28 +6,24 @@ from math import sqrt
 from typing import Any, Final, NamedTuple
 
 _Z: Final = 1.645  # standard deviations, within which 90 % of a normal distribution lie
-METRICS: Final = ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
 Row = Mapping[str, Any]
 
 
 class Verdict(NamedTuple):
     held: bool  # no other ratio kept the SLO for more requests than chance explains
     words: str
-    covered: int  # figures of these runs in their band
-    figures: int
 
 
 def verdict(rows: Sequence[Row], recommended: str) -> Verdict:
     """Judges the runs. If the recommended ratio ran, at least one of `rows` is of it."""
     judged = [row for row in rows if row["attainment"]["measured"] is not None]
-    covered, figures = coverage(rows)
     if not judged:
-        return Verdict(False, "No request was judged, so nothing is known.", covered, figures)
+        return Verdict(False, "No request was judged, so nothing is known.")
     best = max(judged, key=lambda row: (row["attainment"]["measured"], row["ratio"] == recommended))
     chosen = next((row for row in judged if row["ratio"] == recommended), None)
     if chosen is None:
         words = f"{_served(best)} was best live; the recommendation, {recommended}, was not run."
-        return Verdict(False, f"{words} {_off(judged)}", covered, figures)
+        return Verdict(False, f"{words} {_off(judged)}")
     less = best["attainment"]["measured"] - chosen["attainment"]["measured"]
     held = less <= _chance(best, chosen)
     if best is chosen:
@@ -39,15 +35,7 @@ def verdict(rows: Sequence[Row], recommended: str) -> Verdict:
         expected = max(judged, key=lambda row: (row["attainment"]["predicted"], row is best))
         if expected is best:
             words += " The traffic that was sent differs: for it, the prediction had that ratio first, too."
-    return Verdict(held, f"{words} {_off(judged)}", covered, figures)
-
-
-def coverage(rows: Sequence[Row]) -> tuple[int, int]:
-    """Returns (figures in their band, figures) of these runs."""
-    found = [row["attainment"] for row in rows]
-    found += [one for row in rows for metric in METRICS for one in row.get(metric, {}).values()]
-    measured = [one for one in found if one["measured"] is not None]
-    return sum(one["covered"] for one in measured), len(measured)
+    return Verdict(held, f"{words} {_off(judged)}")
 
 
 def _served(row: Row) -> str:

@@ -12,7 +12,6 @@ The batch of a mixed worker waits for its prefill steps, which come in between: 
 from heapq import heappop, heappush
 from math import ceil, inf, sqrt
 
-from lab.play.gaps import Gaps
 from lab.play.request import PlayedRequest
 from lab.profile import DecodeCost
 
@@ -22,8 +21,8 @@ have 11 digits after the point, so steps may be as short as 0.1 ms."""
 
 
 class VirtualBatch:
-    def __init__(self, number: int, cost: DecodeCost, gaps: Gaps) -> None:
-        self.number, self.gaps = number, gaps
+    def __init__(self, number: int, cost: DecodeCost) -> None:
+        self.number = number
         self._cost = cost
         self._base: list[float] = []
         self._per_token = cost.kv_token_ms / 1000
@@ -82,7 +81,6 @@ class VirtualBatch:
         if steps:
             until_s = self.boundary_s(steps)
             took_s, count = until_s - self.begin_s, self.sequences
-            self.gaps.add(took_s / steps, count * steps)
             self.busy_s += took_s
             self.token_steps += count * steps
             self.begin_s = until_s
@@ -101,10 +99,6 @@ class VirtualBatch:
         self.sequences += 1
         self.kv_tokens += job.prompt + 1
         heappush(self._ends, (self.steps + job.output - 1, job.number, job))
-        # The first gap of the sequence lasts from its first token, not from the boundary.
-        step_s = self._a()
-        self.gaps.add(step_s, -1)
-        self.gaps.add(self.begin_s + step_s - job.last_s, 1)
 
     def next_end_s(self) -> float:
         return self.boundary_s(self._ends[0][0] - self.steps) if self._ends else inf
@@ -128,7 +122,6 @@ class VirtualBatch:
         self.sync(now)
         ended_s = self.begin_s + took_s
         count, step_s = self.sequences, self._a() if self.sequences else 0.0
-        self.gaps.add(took_s + step_s, count)
         self.busy_s += took_s + step_s
         self.token_steps += count
         self.begin_s = ended_s + step_s

@@ -32,7 +32,7 @@ class Namer:
     def parts(self, sent: Sent, number: int) -> Parts:
         """The full blocks of a request's prompt and of its answer; none if nothing of it may be used again."""
         if sent.session:
-            blocks = (sent.prompt_tokens + sent.forwarded_tokens - 1) // self._size
+            blocks = (sent.prompt_tokens + sent.output_tokens - 1) // self._size
             known = self._sessions.get(sent.session, b"")[: sent.reused_tokens // self._size * HASH_BYTES]
             found = known + names(number + 1, len(known) // HASH_BYTES, blocks)
             self._sessions[sent.session] = found

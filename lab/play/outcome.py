@@ -1,14 +1,14 @@
 """The clients' view of a simulated run, and how busy its workers were."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from itertools import compress
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from lab.goals import GoalLimits
-from lab.play.gaps import Gaps
 from lab.play.request import NOT_YET, PlayedRequest, clients_of
 from lab.play.workers import PlayedBatch, PlayedPrefill
 
@@ -32,7 +32,6 @@ class PlayedOutcome:
     classes: tuple[str, ...]
     clients: tuple[int, ...]  # of each turn, if there are sessions; else empty
     span_s: float  # from the first arrival to the last end, without the parts of pauses in which nothing ran
-    gaps: Gaps
     prefill_busy: float  # share of the span in which prefill workers computed
     decode_busy: float
     batch_mean: float  # sequences in a decode step
@@ -64,10 +63,15 @@ class PlayedOutcome:
     def attainment(self, slo: GoalLimits) -> float:
         return float(self.good(slo).mean()) if len(self.at_s) else 1.0
 
+    def since(self, begin_s: float) -> "PlayedOutcome":
+        """Returns the outcome of the requests that came at this time or later."""
+        counted = self.at_s >= begin_s
+        arrays = {one.name: getattr(self, one.name) for one in fields(self)}
+        arrays = {name: value[counted] for name, value in arrays.items() if isinstance(value, np.ndarray)}
+        return replace(self, **arrays, classes=tuple(compress(self.classes, counted)))
+
     def percentiles(self, metric: str, shares: Sequence[float]) -> list[float]:
-        """Percentiles of "ttft_ms", "tpot_ms", "queue_ms" or "itl_ms"; NaN where nothing was measured."""
-        if metric == "itl_ms":
-            return self.gaps.percentiles_ms(tuple(shares))
+        """Percentiles of "ttft_ms", "tpot_ms", "e2e_ms" or "queue_ms"; NaN where nothing was measured."""
         values = getattr(self, metric)
         values = values[~np.isnan(values)]
         if not len(values):
@@ -79,7 +83,6 @@ def outcome_of(
     jobs: Sequence[PlayedRequest],
     prefill: Iterable[PlayedPrefill],
     batches: Iterable[PlayedBatch],
-    gaps: Gaps,
     host_ms: float,
     host_token_ms: float,
 ) -> PlayedOutcome:
@@ -90,7 +93,7 @@ def outcome_of(
     placed_s, join_s = column(job.placed_s for job in jobs), column(job.join_s for job in jobs)
     submitted_s = column(job.submitted_s for job in jobs)
     end_s = column(job.end_s for job in jobs)
-    prompt, output = (column(getattr(job.sent, what) for job in jobs) for what in ("prompt_tokens", "forwarded_tokens"))
+    prompt, output = (column(getattr(job.sent, what) for job in jobs) for what in ("prompt_tokens", "output_tokens"))
     served, ended = first_s != NOT_YET, end_s != NOT_YET
     ttft_ms = np.where(served, 1000 * (first_s - at_s) + host_ms + host_token_ms * prompt, np.nan)
     tpot_ms = np.where(ended & (output > 1), 1000 * (end_s - first_s) / np.maximum(output - 1, 1), np.nan)
@@ -109,7 +112,6 @@ def outcome_of(
         tuple(job.sent.priority for job in jobs),
         tuple(clients_of([job.sent for job in jobs])) if any(job.sent.follows >= 0 for job in jobs) else (),
         span_s,
-        gaps,
         sum(worker.busy_s for worker in workers) / span_s / max(len(workers), 1),
         sum(batch.busy_s for batch in running) / span_s / max(len(running), 1),
         sum(batch.token_steps for batch in running) / max(steps, 1),

@@ -23,7 +23,6 @@ from lab.advise import Workers
 from lab.play.batch import VirtualBatch
 from lab.play.caches import Namer, Parts, PlayedCache, names
 from lab.play.cores import PlayedHost
-from lab.play.gaps import Gaps
 from lab.play.options import RunOptions
 from lab.play.outcome import PlayedOutcome, outcome_of
 from lab.play.request import NOT_YET, PlayedRequest, Sent
@@ -50,7 +49,7 @@ class Player:
     ) -> None:
         """`sent`: in the order of time."""
         self._options = options = options or RunOptions()
-        self._profile, self._gaps, self.now = profile, Gaps(), 0.0
+        self._profile, self.now = profile, 0.0
         self._step_tokens = options.step_tokens or profile.step_tokens
         limits = replace(options.limits, step_tokens=self._step_tokens)
         self.jobs = [PlayedRequest(number, one) for number, one in enumerate(sent)]
@@ -111,7 +110,7 @@ class Player:
         capacity = msgspec.structs.replace(capacity, seqs_max=seqs_max)
         core = DecodeWorker(self._hello(Role.DECODE, 1_000_001 + number, capacity, process))
         self._scheduler.worker_up(core, 0.0)
-        self._decode[core.incarnation] = batch = PlayedBatch(number, core, self._profile.decode, self._gaps)
+        self._decode[core.incarnation] = batch = PlayedBatch(number, core, self._profile.decode)
         self._caches[core.incarnation] = PlayedCache()
         return batch
 
@@ -145,7 +144,7 @@ class Player:
             self._decide()
         host = HostCost() if self._host.talks else self._profile.host
         return outcome_of(
-            self.jobs, self._prefill.values(), self._decode.values(), self._gaps, host.request_ms, host.request_token_ms
+            self.jobs, self._prefill.values(), self._decode.values(), host.request_ms, host.request_token_ms
         )
 
     def _decide(self) -> None:
@@ -260,7 +259,7 @@ class Player:
         elif self._shared:
             hashes = self._shared[: self._shared_blocks(sent.prompt_tokens) * HASH_BYTES]
         submit = Submit(
-            str(job.number), 1, MODEL, job.prompt, Sampling(job.output_max), 1,
+            str(job.number), 1, MODEL, job.prompt, Sampling(sent.output_tokens), 1,
             tenant=sent.tenant, priority_class=sent.priority, block_hashes=hashes,
             hash_block_size=self._profile.prefill_capacity.block_size if hashes else 0,
         )  # fmt: skip
@@ -283,7 +282,7 @@ class Player:
         if request.state is not RequestState.INTERRUPTED:
             return
         job, submit = self._job(request), request.submit
-        emitted = job.sent.forwarded_tokens - job.output
+        emitted = job.sent.output_tokens - job.output
         job.attempt = submit.attempt + 1
         again = msgspec.structs.replace(submit, attempt=job.attempt, prompt_tokens=job.prompt, resumed_tokens=emitted)
         self._cluster.withdraw(request, self.now)
@@ -470,16 +469,13 @@ class Player:
         self._host.batch_changed(batch, self.now)
 
     def _finished(self, request: Request, job: PlayedRequest, worker: Worker) -> None:
-        """Ends a request with its last token, or with the last that its client waits for."""
-        job.end_s, total = self.now, job.sent.forwarded_tokens
+        """Ends a request with its last token."""
+        job.end_s, total = self.now, job.sent.output_tokens
         self._cluster.release(worker, request.key)
         if worker.is_decode:
             self._keep(worker, job, job.sent.prompt_tokens + total - 1)
         self._queue.emitted(job.path, job.output)
         if worker.is_decode:
             worker.tokens_forwarded = self._decode[worker.incarnation].forwarded
-        if job.output_max > total:
-            self._end(request, Trigger.CANCEL, total)
-            return
         self._scheduler.finished(request, worker, total, self.now)
         self._end(request, Trigger.FINISH, total)

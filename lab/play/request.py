@@ -17,15 +17,10 @@ class Sent(NamedTuple):
     blocks: tuple[int, ...] = ()  # ids of its prompt's blocks; equal ids are equal tokens
     tenant: str = "default"
     priority: str = DEFAULT_PRIORITY_CLASS
-    leaves_after: int = 0  # its client leaves; 0: it stays to the end
     session: int = 0  # that it is a turn of; 0: none
     reused_tokens: int = 0  # of the prompt and answer of the session's turn before
     follows: int = -1  # index of the request after whose end it comes, instead of at `at_s`; -1: none
     think_s: float = 0.0  # from that end until this request comes
-
-    @property
-    def forwarded_tokens(self) -> int:
-        return min(self.leaves_after, self.output_tokens) if self.leaves_after else self.output_tokens
 
 
 def clients_of(sent: Sequence[Sent]) -> list[int]:
@@ -50,7 +45,6 @@ class PlayedRequest:
             "last_s",
             "number",
             "output",
-            "output_max",
             "path",
         ),
         *("placed_s", "prompt", "sent", "submitted_s"),
@@ -59,8 +53,7 @@ class PlayedRequest:
     def __init__(self, number: int, sent: Sent) -> None:
         self.number, self.sent, self.attempt = number, sent, 1
         self.at_s = self.submitted_s = sent.at_s
-        self.prompt, self.output = sent.prompt_tokens, sent.forwarded_tokens
-        self.output_max = sent.output_tokens  # known to the coordinator; the client may leave earlier
+        self.prompt, self.output = sent.prompt_tokens, sent.output_tokens
         organisation, _, user = sent.tenant.partition("/")
         self.path = (sent.priority, organisation, user)
         self.cached = 0

@@ -6,7 +6,6 @@ from math import inf
 from typing import NamedTuple
 
 from lab.play.batch import VirtualBatch
-from lab.play.gaps import Gaps
 from lab.play.request import PlayedRequest
 from lab.profile import DecodeCost, PrefillCost
 from proto.messages import Chunk, Step
@@ -21,9 +20,9 @@ HORIZON_STEPS = 32  # as `decode_worker.progress.WARN_STEPS`
 class PlayedBatch(VirtualBatch):
     """The running batch of a decode worker, with the KV blocks that it holds."""
 
-    def __init__(self, number: int, core: DecodeWorker, cost: DecodeCost, gaps: Gaps) -> None:
+    def __init__(self, number: int, core: DecodeWorker, cost: DecodeCost) -> None:
         capacity = core.capacity
-        super().__init__(number, cost, gaps)
+        super().__init__(number, cost)
         self.core = core
         self.newly_joined: list[Joined] = []
         self.reports_at = inf  # when the next report is due; infinite while nothing runs

@@ -72,7 +72,7 @@ class LateRoom(Player):
 
 
 def blocks(job: PlayedRequest) -> int:
-    return -(-(job.prompt + job.output_max - 1) // 16)
+    return -(-(job.prompt + job.sent.output_tokens - 1) // 16)
 
 
 class Run(NamedTuple):

@@ -14,14 +14,14 @@ from lab.profile import Profile
 from launcher.cluster.file import parse
 from launcher.cluster.plan import check
 from runtime.settings.options import SettingsError
-from tests.lab.profiles import GPU
+from tests.lab.profiles import GPU, scaled
 
 DEGREES = 1, 2, 4
 
 
 def split(cards: int) -> Profile:
     """A worker of so many cards, that computes nearly so many times as fast."""
-    return GPU.scaled(cards**-0.8, cards**-0.8).replaced(about={"model": "m", "cards": cards})
+    return scaled(GPU, cards**-0.8, cards**-0.8).replaced(about={"model": "m", "cards": cards})
 
 
 def space(cards: int, *degrees: int) -> LayoutSpace:

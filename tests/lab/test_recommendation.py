@@ -15,10 +15,10 @@ from lab.play.plays import Play
 from lab.play.request import Sent
 from lab.profile import HostCost, Profile
 from lab.search import EQUAL_MAX, Candidate, Effort, Found, Scored, Space, one_more_or_less, recommended, search
-from lab.traffic import Change, excerpt
-from tests.lab.profiles import GPU
+from lab.traffic import at_load, excerpt
+from tests.lab.profiles import GPU, scaled
 
-CPU = GPU.scaled(6.0, 3.0).replaced(prefill_cores=1, decode_cores=1)  # two cores for all workers
+CPU = scaled(GPU, 6.0, 3.0).replaced(prefill_cores=1, decode_cores=1)  # two cores for all workers
 
 
 def traffic(per_s: float, prompt: float, output: float, count: int = 600, seed: int = 1) -> list[Sent]:
@@ -183,7 +183,7 @@ def test_overload_recommends_the_strongest_ratio(seed: int) -> None:
     found = searched(GPU, sent, 2)
     best, goals = found.best, found.goals
     assert best.attainment < goals.percentile and found.headroom > 0
-    further = Change(load=1.06 * found.headroom).applied(sent)
+    further = at_load(sent, 1.06 * found.headroom)
     for workers in (Workers(1, 1), Workers(0, 0, 1), Workers(0, 0, 2)):
         if workers != best.candidate.workers:
             assert Player(GPU, workers, further).run().attainment(goals) < goals.percentile + 0.005, workers

@@ -7,7 +7,6 @@ import pytest
 
 from lab.advise import Slo, Workers
 from lab.goals import Goals
-from lab.play.gaps import Gaps
 from lab.play.outcome import PlayedOutcome
 from lab.play.plays import Play
 from lab.play.request import Sent
@@ -30,7 +29,7 @@ def played(function: Callable[[Play], PlayedOutcome], plays: Sequence[Play]) -> 
         none = np.zeros(len(at_s))
         yield PlayedOutcome(
             at_s, np.where(served, 100.0, 9000.0), none + 10, none, none, none + 100, none + 10, none,
-            ("standard",) * len(at_s), (), 1.0, Gaps(), 0.5, 0.5, 3.0, 0.1,
+            ("standard",) * len(at_s), (), 1.0, 0.5, 0.5, 3.0, 0.1,
         )  # fmt: skip
 
 

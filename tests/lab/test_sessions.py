@@ -15,7 +15,7 @@ from lab.play.player import Player
 from lab.play.request import Sent, clients_of
 from lab.search import Space, search
 from lab.sessions import first_turns, more_clients, played
-from lab.traffic import Change, excerpt
+from lab.traffic import at_load, excerpt
 from launcher.load.sessions import LoadSession, SessionTurn
 from runtime.settings.options import SettingsError
 from tests.lab.profiles import GPU
@@ -94,7 +94,7 @@ def test_new_conversation_reuses_nothing() -> None:
 def test_load_scales_the_clients(factor: float) -> None:
     """The load factor scales the number of clients."""
     sent = agents(8, 5)
-    more = Change(load=factor).applied(sent)
+    more = at_load(sent, factor)
     assert len(set(clients_of(more))) == round(8 * factor)
     assert len(more) == round(len(sent) * factor)
     assert len({one.session for one in more}) == round(8 * factor)
@@ -113,7 +113,7 @@ def test_excerpt_has_first_turns() -> None:
 def test_search_counts_turns_per_second() -> None:
     """A search over sessions reports the turns per second of its simulated run."""
     sent = agents(12, 6, 0.2)
-    found = search(GPU, sent, Goals(Slo(300.0, 30.0)), Space(2, stall_shares=(0.0, 0.5)))
+    found = search(GPU, sent, Goals(Slo(300.0, 30.0)), Space(2, seqs_max=(0, 8)))
     outcome = found.best.outcome
     assert outcome is not None and found.best.whole
     assert found.requests_per_s_of(found.best) == pytest.approx(len(sent) / outcome.span_s)

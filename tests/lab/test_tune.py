@@ -21,7 +21,7 @@ from launcher.load import traces
 from launcher.reports import check_writable
 from runtime.settings.command_line import invoke
 from runtime.settings.options import SettingsError
-from tests.lab.profiles import GPU
+from tests.lab.profiles import GPU, scaled
 from tests.test_tidy import ROOT
 
 
@@ -115,7 +115,7 @@ def test_mistakes_name_the_option(here: Path) -> None:
     assert done.returncode != 0
     assert "not a file of this version's crossdock tune --out" in done.stderr + done.stdout
     for settings, named in (({"rate": -1}, "settings.rate"), ({"trace": "gone.csv"}, "gone.csv")):
-        (here / "bad.json").write_text(json.dumps({"format": 3, "settings": settings, "ranked": [{"workers": "1P1D"}]}))
+        (here / "bad.json").write_text(json.dumps({"format": 4, "settings": settings, "ranked": [{"workers": "1P1D"}]}))
         done = crossdock(here, "tune", "check", "bad.json")
         assert done.returncode != 0
         assert re.search(f"bad.json: .*{named}", done.stderr + done.stdout), done.stderr
@@ -181,7 +181,7 @@ def test_two_hardware_kinds_have_costs(here: Path) -> None:
     """Two kinds of hardware with prices are compared by cost, and no worker is mixed."""
     for name, factor, cost in (("fast", 0.5, 3.0), ("cheap", 1.5, 1.0)):
         priced = msgspec.structs.replace(GPU.decode_capacity, cost_per_hour=cost)
-        made = GPU.scaled(factor, 1.0).replaced(
+        made = scaled(GPU, factor, 1.0).replaced(
             prefill_capacity=priced, decode_capacity=priced, about={"model": "m", "machine": {"cpu": name}}
         )
         (here / f"{name}.json").write_bytes(encoded(made))

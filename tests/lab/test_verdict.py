@@ -1,27 +1,16 @@
-"""What `crossdock tune check` concludes, and the bands that it is judged by."""
+"""What `crossdock tune check` concludes."""
 
 from typing import Any
 
 import pytest
 
-from lab.advise import Slo, Workers
-from lab.commands.verdict import coverage, verdict
-from lab.play.request import Sent
-from lab.predict import predict
-from tests.lab.profiles import GPU
+from lab.commands.verdict import verdict
 
 
-def row(
-    ratio: str, measured: float | None, predicted: float = 0.9, requests: int = 100, covered: bool = True
-) -> dict[str, Any]:
+def row(ratio: str, measured: float | None, predicted: float = 0.9, requests: int = 100) -> dict[str, Any]:
     error = None if measured is None else predicted - measured
-    share = {"predicted": predicted, "measured": measured, "error": error, "covered": covered}
-    return {
-        "ratio": ratio,
-        "requests": requests,
-        "attainment": share,
-        "ttft_ms": {"p50": {"measured": 5.0, "covered": False}},
-    }
+    share = {"predicted": predicted, "measured": measured, "error": error}
+    return {"ratio": ratio, "requests": requests, "attainment": share}
 
 
 @pytest.mark.parametrize(
@@ -63,13 +52,3 @@ def test_prediction_error_has_a_direction() -> None:
     found = verdict([row("2M", 0.5, 0.9), row("1P1D", 0.8, 0.7)], "2M")
     assert found.words.endswith("Predicted shares were 15.0 points too high on average, most for 2M (+40.0).")
     assert verdict([row("2M", 0.9, 0.8)], "2M").words.endswith("Predicted shares were 10.0 points too low on average.")
-    assert (found.covered, found.figures) == coverage([row("2M", 0.5), row("1P1D", 0.8)]) == (2, 4)
-
-
-def test_every_band_has_width() -> None:
-    """Each band has a width, also where runs do not differ."""
-    quiet = GPU.replaced(run_sigma=0.0)
-    found = predict(quiet, Workers(1, 1), [Sent(float(n), 100, 10) for n in range(40)], Slo(1e6, 1e6), runs=2)
-    assert found.attainment.value == 1.0 and 0.9 < found.attainment.low < 0.97
-    for metric in found.latency.values():
-        assert all(band.low < band.value < band.high for band in metric.values())

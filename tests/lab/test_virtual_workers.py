@@ -9,13 +9,12 @@ import pytest
 from lab.advise import Slo, Workers
 from lab.goals import Goals
 from lab.play.batch import VirtualBatch
-from lab.play.gaps import Gaps
 from lab.play.options import RunOptions
 from lab.play.player import Player
 from lab.play.request import PlayedRequest, Sent
 from lab.profile import Curve, DecodeCost, HostCost, ProfileCapacity
 from lab.search import Effort, Space, search
-from lab.traffic import Change, excerpt, fitted
+from lab.traffic import excerpt, fitted
 from tests.lab.profiles import GPU, PATIENT
 
 SLO, SMALL = Slo(500.0, 25.0), Effort(100, 300, 300)
@@ -35,7 +34,7 @@ def test_closed_form_matches_single_steps() -> None:
     for _ in range(20):
         jobs = [PlayedRequest(n, Sent(0.0, int(rng.integers(5, 900)), int(rng.integers(2, 60)))) for n in range(8)]
         comes = np.sort(rng.uniform(0, 0.4, 8)).tolist()
-        batch, ends = VirtualBatch(0, cost, Gaps()), {}
+        batch, ends = VirtualBatch(0, cost), {}
         for job, at_s in zip(jobs, comes, strict=True):
             while batch.next_end_s() <= at_s:
                 now = batch.next_end_s()
@@ -70,7 +69,7 @@ def test_step_boundary_is_found_again(kv_token_ms: float) -> None:
     """The step of a boundary is found again from its time, also at the end of a day."""
     cost, rng = DecodeCost(Curve((1.0, 64.0), (0.5, 2.0)), kv_token_ms), np.random.default_rng(4)
     for _ in range(300):
-        batch = VirtualBatch(0, cost, Gaps())
+        batch = VirtualBatch(0, cost)
         batch.begin_s = float(rng.uniform(0, 86_400))
         batch.sequences, batch.kv_tokens = int(rng.integers(1, 64)), int(rng.integers(100, 10**5))
         steps = int(rng.integers(1, 4000))
@@ -133,31 +132,6 @@ def test_search_finds_the_crossover() -> None:
     assert long.best.candidate.workers == Workers(1, 1), long.best
 
 
-def with_cancels(sent: Sequence[Sent], share: float, seed: int) -> list[Sent]:
-    """The clients of a share of the requests leave, each after a token drawn from all of its answer."""
-    leaves, where = np.random.default_rng([seed, 4]).random((2, len(sent)))
-    return [
-        one._replace(leaves_after=1 + int(place * one.output_tokens)) if draw < share else one
-        for one, draw, place in zip(sent, leaves.tolist(), where.tolist(), strict=True)
-    ]
-
-
-def test_leaving_clients_free_room() -> None:
-    """Clients that leave early free the room of their answers. With a target some of those that stay would be refused."""
-    sent = traffic(4.0, 200, output=6.0)
-    all_leave = with_cancels(sent, 1.0, 1)
-    assert sum(one.forwarded_tokens < one.output_tokens for one in all_leave) > 0.95 * len(sent)
-    assert with_cancels(sent, 0.0, 1) == sent
-    some = with_cancels(sent, 0.3, 1)
-    assert 0.2 < sum(one.leaves_after > 0 for one in some) / len(sent) < 0.4
-    tight = GPU.replaced(decode_capacity=ProfileCapacity(1500, 16, 256))
-    stay, leave = (Player(tight, Workers(2, 1), part, PATIENT).run() for part in (sent, all_leave))
-    # Room is given by expected lengths, so that those that leave need not wait at all.
-    assert np.quantile(stay.queue_ms, 0.9) > 5000 and np.quantile(leave.queue_ms, 0.9) < 100
-    assert not np.isnan(leave.ttft_ms).any()
-    assert leave.output_tokens.tolist() == [one.forwarded_tokens for one in all_leave]
-
-
 def test_too_long_requests_are_cut() -> None:
     """Requests longer than the context are cut and counted."""
     sent = [Sent(0.0, 900, 100), Sent(1.0, 900, 200), Sent(2.0, 5000, 5000)]
@@ -172,14 +146,6 @@ def test_excess_mixed_workers_are_left_out() -> None:
         candidates = Space(4, mixed_max=most).candidates()
         assert [one.workers.mixed for one in candidates if one.workers.mixed] == expected
         assert len([one for one in candidates if not one.workers.mixed]) == 1 + 2 + 3
-
-
-def test_hit_rate_replaces_block_ids() -> None:
-    """A tried hit rate takes the place of block ids, and a changed load keeps them."""
-    [changed] = Change(hit_rate=0.4).applied([Sent(0.0, 1000, 10, (1, 2))])
-    assert not changed.blocks
-    [changed] = Change(load=2.0).applied([Sent(1.0, 1000, 10, (1, 2))])
-    assert changed.blocks and changed.at_s == 0.5
 
 
 def test_priority_class_has_own_limits() -> None:

@@ -58,11 +58,6 @@ class Slo:
     tpot_ms: float
     percentile: float = 0.9  # of requests that should keep both
 
-    def limits(self, classes: Sequence[str]) -> tuple[float, float]:
-        """Returns the limits of the first token and of later ones. They are the same for all classes here; `goals.Goals` has
-        limits for each priority class."""
-        return self.ttft_ms, self.tpot_ms
-
 
 @dataclass(frozen=True)
 class Estimate:

@@ -180,8 +180,8 @@ def control_cost(samples: Sequence[tuple[int, float]]) -> ControlCost:
 
 def run_spread(parts: Sequence[Sequence[tuple[int, float]]]) -> float:
     """Returns how far times of another run may lie from the fit, as the standard deviation of their logarithm. `parts` has one
-    list each for prefill steps, decode steps and requests, of pairs (round, measured / fitted). An error that is the same in all
-    rounds does not show here."""
+    list each for prefill steps, decode steps and requests, of pairs (round, measured / fitted). An error that is the same in
+    all rounds does not show here."""
     squares, count = 0.0, 0
     for part in parts:
         rounds: dict[int, list[float]] = defaultdict(list)
@@ -203,4 +203,3 @@ def outside_ratios(samples: Iterable[Outside], cost: HostCost) -> list[tuple[int
     return [
         (one.round, one.ms / max(cost.request_ms + cost.request_token_ms * one.prompt_tokens, 1e-3)) for one in samples
     ]
-

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -10,15 +9,6 @@ import numpy.typing as npt
 from lab.advise import Slo
 
 Floats = npt.NDArray[np.float64]
-
-
-class GoalLimits(Protocol):
-    """`Slo`, or `Goals`."""
-
-    @property
-    def percentile(self) -> float: ...
-
-    def limits(self, classes: Sequence[str]) -> tuple[float | Floats, float | Floats]: ...
 
 
 @dataclass(frozen=True)
@@ -31,8 +21,7 @@ class Goals:
         """The share of all requests together that should keep the limits."""
         return self.default.percentile
 
-    def limits(self, classes: Sequence[str]) -> tuple[float | Floats, float | Floats]:
-        if not self.by_class:
-            return self.default.limits(classes)
+    def limits(self, classes: Sequence[str]) -> tuple[Floats, Floats]:
+        """Returns the limits of the first token and of later ones, for requests of these classes."""
         slos = [self.by_class.get(name, self.default) for name in classes]
         return np.array([slo.ttft_ms for slo in slos]), np.array([slo.tpot_ms for slo in slos])

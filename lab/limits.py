@@ -17,7 +17,7 @@ from lab.profile import Profile
 
 Relief = Callable[[Profile, RunOptions], tuple[Profile, RunOptions]]
 LEAST_GAIN: Final = 0.005
-"""Of all requests, by a resource's doubling. With less it is no limit, and with as much less equal to the best."""
+"""A resource whose doubling gains a smaller share of all requests is no limit; such differences make two limits equal."""
 HURTS: Final = 0.02  # of all requests, lost by a resource's doubling, that are worth saying
 
 

@@ -1,4 +1,4 @@
-"""The times of prefill, decode and KV transfer on one installation. `docs/profile.md` describes the file. Pure.
+"""The times of prefill, decode and KV transfer on one installation. `docs/ratio-lab.md` describes the file. Pure.
 
     prefill step   = curve(prompt tokens of the step) + context_ms * sum of tokens * mean context
     decode step    = curve(sequences) + kv_token_ms * KV tokens read
@@ -187,7 +187,7 @@ def decoded(data: bytes, name: str) -> Profile:
     try:
         profile = msgspec.json.decode(data.removeprefix(codecs.BOM_UTF8), type=Profile)
     except msgspec.DecodeError as error:
-        raise ProfileError(f"{name}: not a profile, as docs/profile.md describes it: {error}") from None
+        raise ProfileError(f"{name}: not a profile, as docs/ratio-lab.md describes it: {error}") from None
     if profile.format != FORMAT:
         raise ProfileError(f"{name}: of format {profile.format}; this version reads {FORMAT}")
     for what, curve in (("prefill", profile.prefill.curve), ("decode", profile.decode.curve)):

@@ -127,15 +127,6 @@ class Scored:
         return min(kept * step * kept / guess, middle) if kept >= guess else middle
 
 
-class WhatIf(NamedTuple):
-    """The figures of another load, or of another number of workers."""
-
-    load: float  # multiple of the traffic's
-    workers: str
-    attainment: float
-    goodput_requests_per_s: float
-
-
 @dataclass
 class Found:
     goals: Goals
@@ -144,8 +135,8 @@ class Found:
     second: list[Scored]  # the better ones, on the second
     ranked: list[Scored]  # on the whole trace: the recommended one, then the best first
     requests_per_s: float
-    changed: list[WhatIf]
-    changed_requests: int  # of the part of the traffic that `changed` comes from
+    at_loads: dict[float, float]  # the share of requests that keep the SLO with the recommended one, by load
+    part_requests: int  # of the excerpt that `second` and `at_loads` come from
     headroom: float  # multiple of the load up to which the recommended one keeps the SLO
 
     has_costs: bool  # else a candidate's price is its number of workers
@@ -172,13 +163,10 @@ class Space:
     def profile_of(self, profile: Profile, one: Candidate) -> Profile:
         return profile
 
-    def has_cores_for(self, workers: Workers) -> bool:
-        return not 0 < self.mixed_max < workers.mixed
-
     def layouts(self, total: int) -> list[Workers]:
         found = [Workers(prefill, total - prefill) for prefill in range(1, total)]
-        mixed = Workers(0, 0, total)
-        return [*found, mixed] if self.mixed and self.has_cores_for(mixed) else found
+        has_cores = not 0 < self.mixed_max < total
+        return [*found, Workers(0, 0, total)] if self.mixed and has_cores else found
 
     def candidates(self) -> list[Candidate]:
         """Returns all candidates, or of many workers some at even distances."""
@@ -308,7 +296,8 @@ def search(
     _probabilities(ranked)
     own = next(one for one in second if one.candidate == best.candidate)
     per_s = len(sent) / max(sent[-1].at_s - sent[0].at_s, 1e-9)
-    changed = _changed(lab, parts[1], own, per_s)
+    lab.play(parts[1], [(own, load) for load in LOADS if load not in own.shares])
+    at_loads = {load: float(own.shares[load][0]) for load in LOADS}
     if best.attainment >= goals.percentile:
         lab.find_loads(parts[2], [best], {own.candidate: max(own.load_kept, 1.0)}, HEADROOM_MAX, STEPS[1])
     limits = parts[2] if len(parts[2]) <= LIMIT_REQUESTS else parts[1]
@@ -317,7 +306,7 @@ def search(
         if one.attainment < goals.percentile:
             one.limit = limit_of(lab.play_of(one.candidate, limits), goals, each)
     has_costs = profile.cost_per_hour(1, 1, 0) > 0
-    return Found(goals, space.budget, first, second, ranked, per_s, changed, len(parts[1]), best.load_kept, has_costs)
+    return Found(goals, space.budget, first, second, ranked, per_s, at_loads, len(parts[1]), best.load_kept, has_costs)
 
 
 def options_for(options: RunOptions, one: Candidate) -> RunOptions:
@@ -407,23 +396,3 @@ def _probabilities(found: Sequence[Scored]) -> None:
     chosen = np.argmin(np.where(equal, prices - 1e-3 * values, np.inf), axis=0)
     for place, one in enumerate(found):
         one.probability = float((chosen == place).mean())
-
-
-def _changed(lab: Lab, sent: Sequence[Sent], own: Scored, per_s: float) -> list[WhatIf]:
-    """Returns what other loads and one worker more or less come to."""
-    ratios = [one for one in one_more_or_less(own.candidate.workers) if lab.space.has_cores_for(one)]
-    others = lab.scored([replace(own.candidate, workers=one) for one in ratios], sent)
-    lab.play(sent, [(own, load) for load in LOADS if load not in own.shares])
-    rows = [(load, own, own.shares[load]) for load in LOADS] + [(1.0, one, one.shares[1.0]) for one in others]
-    return [WhatIf(load, str(one.candidate), float(of[0]), load * per_s * float(of[0])) for load, one, of in rows]
-
-
-def one_more_or_less(workers: Workers) -> list[Workers]:
-    """Returns the ratios with one worker more or less in a role that these workers have; both phases keep a worker."""
-    found = []
-    for role, count in enumerate(workers):
-        for step in (1, -1):
-            other = Workers(*(n + step if at == role else n for at, n in enumerate(workers)))
-            if count and min(other) >= 0 and (other.mixed or (other.prefill and other.decode)):
-                found.append(other)
-    return found

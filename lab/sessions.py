@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from lab.play.request import Sent, clients_of
-from launcher.load.sessions import LoadSession, in_turn
+from launcher.sessions import LoadSession, in_turn
 
 TPOT_S, TOKEN_S = 0.03, 0.0005  # assumed, to estimate when a turn might come and choose parts of the traffic
 

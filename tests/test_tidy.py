@@ -96,11 +96,10 @@ PURE = (
     "launcher/local/core_plan.py",
     "launcher/cluster/units.py",
     "launcher/local/restart.py",
-    "launcher/load/sessions.py",
+    "launcher/sessions.py",
     "lab/*.py",
     "lab/estimates/*.py",
     "lab/play/*.py",
-    "lab/cluster/*.py",
 )
 """Files that decide. Each pattern must match a file."""
 DRIVERS = frozenset(

@@ -1,5 +1,5 @@
 """`python -m tools.policy PAGE`: puts the keys of a scenario, and what the scenarios in docs/scenarios print,
-between the markers of docs/policy.md."""
+between the markers of docs/scenarios/README.md."""
 
 import io
 import re

@@ -1,6 +1,7 @@
 """The virtual cluster: production code decides, and time, clients and models are played.
 
-    cluster = VirtualCluster(Limits(), Timing(prefill_tokens_per_s=2000), prefill=4)
+    cluster = VirtualCluster(Limits())
+    cluster.start(hello(Role.PREFILL, 1000, capacity)), and one of each role at least
     cluster.at(1.0, cluster.submit, "name", "tenant", 500)
     cluster.run(10.0)                           read cluster.requests, cluster.ttft_s, cluster.core
 
@@ -8,21 +9,20 @@
 |--------------------------------------------------------------|----------------------------------------------------|
 | the coordinator's `Core`                                     | its links: in order, never lost, delayed by Timing |
 | `PrefillCore`, `PromptTable`, prefix cache, block allocator  | what a prefill step computes; Timing says how long |
-| `DecodeCore`, `AttemptTable`, `Batch`, allocator (`batched`) | what it draws; or the whole worker (`PacedDecode`) |
+| `DecodeCore`, `AttemptTable`, `RunningBatch`, allocator       | what it draws, and how long a step takes           |
 |                                                              | KV hand-overs, the one gateway and its clients     |
 
 Workers can be slow, failing or lost here (`start`, `lose`); `tests.world.faults` is for the rest.
 """
 
 from collections.abc import Callable
-from itertools import count
 from math import inf
 
 import msgspec
 
 from coordinator.core import Core
 from coordinator.events import Event, Limits, PeerDown, PeerUp, Received, Send, StateChanged, Tick
-from lab.cluster.decode import BatchedDecode, PacedDecode
+from lab.cluster.decode import ClusterDecodeWorker
 from lab.cluster.prefill import ClusterPrefillWorker
 from lab.cluster.surroundings import STOP, ClientRequest, ClusterEngine, ClusterSurroundings, Timing
 from lab.cluster.transfers import Transfers
@@ -36,8 +36,7 @@ from proto.sampling import Sampling
 from scheduler.lifecycle import TERMINAL, RequestState
 
 MODEL = "m"
-GATEWAY, OBSERVER, FIRST_PREFILL, FIRST_DECODE, FIRST_FLIPPED = 1, 2, 100, 10_000, 1_000_000
-"""Incarnations of the processes: workers of each kind are numbered from theirs."""
+GATEWAY, OBSERVER, FIRST_STARTED = 1, 2, 1_000_000  # incarnations; workers that are started are numbered from the last
 
 
 def hello(role: Role, incarnation: int, capacity: Capacity | None = None) -> Hello:
@@ -52,21 +51,11 @@ class VirtualCluster(ClusterSurroundings):
         limits: Limits | None = None,
         timing: Timing | None = None,
         *,
-        prefill: int = 1,
-        decode: int = 1,
-        prefill_blocks: int = 1 << 16,
-        decode_blocks: int = 10**6,
         block_size: int = 16,
-        max_seqs: int = 10**4,
-        batched: bool = False,
-        progress: bool = True,
-        computes_suffixes: bool = False,
-        fetches: bool = False,
         core: type[Core] = Core,
         seed: int = 0,
     ) -> None:
-        """Makes the cluster. If `batched`, decode workers run the production batch, and may compute suffixes and be fetched
-        from. Without `progress` they do not report progress."""
+        """Makes a cluster without workers."""
         super().__init__(timing or Timing(), seed)
         self.core = core(limits)
         self._deadline: float | None = None
@@ -74,34 +63,17 @@ class VirtualCluster(ClusterSurroundings):
         self.block_size = block_size
         self.on_end: Callable[[ClientRequest], None] = lambda request: None
         self.on_death = self.lose
-        self.start_flipped: Callable[[Hello], object] = self.start
-        """Called with the registration of a worker in its new role."""
+        self.start_flipped: Callable[[str, Role, int], object] = lambda name, role, before: None
+        """Called with the name, the new role and the incarnation before of a worker that has left its role."""
         self.rejected: list[Rejected] = []
         self.transfers = Transfers(self)
         self.fetches = Transfers(self)  # in the opposite direction: prefill workers receive
         self.resume_delay_s = 0.0  # before an interrupted request's first resume; doubles up to 16 times
         self.commit_s = 0.05  # from the end of a worker's old role to its registration in the new one
         self._flipping: dict[int, Role] = {}  # workers about to change, with the new role
-        self._capacity = {
-            Role.PREFILL: Capacity(prefill_blocks, block_size, max_seqs, 1 << 20, fetches=fetches),
-            Role.DECODE: Capacity(
-                decode_blocks,
-                block_size,
-                max_seqs,
-                1 << 20,
-                computes_suffixes=batched and computes_suffixes,
-                fetches=batched and fetches,
-            ),
-        }
-        self._batched, self._progress = batched, progress
         self.prefill: dict[int, ClusterPrefillWorker] = {}
-        self.decode: dict[int, BatchedDecode | PacedDecode] = {}
+        self.decode: dict[int, ClusterDecodeWorker] = {}
         self.post(PeerUp(GATEWAY, hello(Role.GATEWAY, GATEWAY)))
-        for incarnation in range(FIRST_DECODE, FIRST_DECODE + decode):
-            self.start(hello(Role.DECODE, incarnation, self._capacity[Role.DECODE]))
-        for incarnation in range(FIRST_PREFILL, FIRST_PREFILL + prefill):
-            self.start(hello(Role.PREFILL, incarnation, self._capacity[Role.PREFILL]))
-        self.incarnations = count(FIRST_FLIPPED)
 
     def start(self, worker: Hello, engine: ClusterEngine | None = None) -> None:
         """Registers a worker. `engine`: set if it differs from that of the others, or is shared by two roles."""
@@ -114,17 +86,16 @@ class VirtualCluster(ClusterSurroundings):
             )
             self.fetches.receivers[incarnation] = prefill
         else:
-            self.decode[incarnation] = decode = (
-                BatchedDecode(self, self.transfers, self.fetches, incarnation, capacity, self._progress, engine)
-                if self._batched
-                else PacedDecode(self, incarnation, self._progress)
-            )
+            self.decode[incarnation] = decode = self.decode_worker(incarnation, capacity, engine)
             self.transfers.receivers[incarnation] = decode
         self.post(PeerUp(incarnation, worker))
 
+    def decode_worker(self, incarnation: int, capacity: Capacity, engine: ClusterEngine) -> ClusterDecodeWorker:
+        return ClusterDecodeWorker(self, self.transfers, self.fetches, incarnation, capacity, engine)
+
     def fetch(self, prefill_incarnation: int, decode_incarnation: int, message: Fetch) -> None:
         decode = self.decode.get(decode_incarnation)
-        if isinstance(decode, BatchedDecode):
+        if decode is not None:
             self.at(self.now, decode.core.lending.asked, prefill_incarnation, message)
 
     def refuse_fetch(self, decode_incarnation: int, prefill_incarnation: int, message: FetchRefused) -> None:
@@ -135,9 +106,7 @@ class VirtualCluster(ClusterSurroundings):
     def lose(self, incarnation: int) -> None:
         """The worker's process dies."""
         worker = self.prefill.pop(incarnation, None) or self.decode.pop(incarnation)
-        worker.registration.up = False
-        if not isinstance(worker, PacedDecode):
-            worker.gateways.up = False
+        worker.registration.up = worker.gateways.up = False
         self.transfers.lose(incarnation)
         self.fetches.lose(incarnation)
         self.post(PeerDown(incarnation, "killed"))
@@ -229,7 +198,7 @@ class VirtualCluster(ClusterSurroundings):
             self.at(self.now, self.on_end, request)
         request.state, request.prompt = state, b""
         decode = self.decode.get(request.decoder)
-        if request.answer_hashes and isinstance(decode, BatchedDecode):
+        if request.answer_hashes and decode is not None:
             self.at(self.now, decode.name_answer, GATEWAY, request)
 
     # --- changes of role ------------------------------------------------------------------------------------------------
@@ -255,9 +224,7 @@ class VirtualCluster(ClusterSurroundings):
         self.decode.pop(incarnation, None)
         self.transfers.receivers.pop(incarnation, None)
         self.fetches.receivers.pop(incarnation, None)
-        following = hello(role, next(self.incarnations), self._capacity[role])
-        following = msgspec.structs.replace(following, name=name, flipped_from=incarnation)
-        self.at(self.now + self.commit_s, self.start_flipped, following)
+        self.at(self.now + self.commit_s, self.start_flipped, name, role, incarnation)
 
     # --- the coordinator ------------------------------------------------------------------------------------------------
 

@@ -1,19 +1,10 @@
-"""Two kinds of decode workers.
-
-`BatchedDecode` runs the production core, batch and block allocator, one step after the other. `PacedDecode` only counts: every
-stream gets a token each `decode_step_s`, independent of other streams, and ends in one event. It is for long runs that do not
-depend on how decode works.
-"""
-
-from dataclasses import dataclass
+"""A decode worker: the production core, batch and block allocator, one step after the other; `Timing` says what steps take."""
 
 from decode_worker.batch import Draw, RunningBatch, StepPlan
 from decode_worker.core import DecodeCore
-from decode_worker.progress import REPORT_S
 from decode_worker.requests import AttemptTable
 from decode_worker.suffixes import Slice, SliceSizes
 from engine.kv.allocator import BlockAllocator
-from kvtransfer.session.session import OfferAccepted
 from lab.cluster.surroundings import (
     FAILED_STEP_S,
     ClientRequest,
@@ -23,15 +14,15 @@ from lab.cluster.surroundings import (
     ClusterSurroundings,
     first_tokens,
 )
-from lab.cluster.transfers import ClusterKvSender, Key, Transfers
-from proto.kv import Commit, FetchRefused, Offer
+from lab.cluster.transfers import ClusterKvSender, Transfers
+from proto.kv import Commit, FetchRefused
 from proto.limits import HASH_BYTES, MAX_VOCAB
-from proto.messages import Finished, Message, Release, Released, Reserve, Step
+from proto.messages import Message, Step
 from proto.parts import STALL_SHARE, Capacity
-from proto.progress import AnswerNames, DecodeProgress, Joined
+from proto.progress import AnswerNames
 
 
-class BatchedDecode:
+class ClusterDecodeWorker:
     def __init__(
         self,
         cluster: ClusterSurroundings,
@@ -39,10 +30,9 @@ class BatchedDecode:
         fetches: Transfers,
         incarnation: int,
         capacity: Capacity,
-        progress: bool,
         engine: ClusterEngine,
     ) -> None:
-        self.registration = ClusterRegistration(cluster, incarnation, progress)
+        self.registration = ClusterRegistration(cluster, incarnation)
         self.gateways = ClusterGateways(cluster)
         self.receiver = transfers
         self.allocator = BlockAllocator(capacity.kv_blocks)
@@ -137,85 +127,3 @@ class BatchedDecode:
         self._start_step()
         if applied is not None:
             self.core.pass_on(*applied, self._cluster.now)
-
-
-@dataclass(eq=False)
-class _Stream:
-    order: Reserve
-    began_s: float | None = None  # None: its KV is not here
-
-
-class PacedDecode:
-    def __init__(self, cluster: ClusterSurroundings, incarnation: int, progress: bool) -> None:
-        self.registration = ClusterRegistration(cluster, incarnation, progress)
-        self._cluster = cluster
-        self._streams: dict[Key, _Stream] = {}
-        self._progress = progress and cluster.timing.decode_step_s > 0
-        self._joined: list[Joined] = []
-        self._reporting = False
-
-    def order(self, message: Message, blob: bytes) -> None:
-        if isinstance(message, Reserve):
-            self._streams[(message.request_id, message.attempt)] = _Stream(message)
-        elif isinstance(message, Release):
-            key = (message.request_id, message.attempt)
-            stream = self._streams.pop(key, None)
-            # Prefill counts the first tokens.
-            tokens = self._emitted(stream) - stream.order.choices if stream and stream.began_s is not None else 0
-            self.registration.send(Released(*key, tokens))
-
-    def offered(self, incarnation: int, offer: Offer) -> OfferAccepted | str | None:
-        return OfferAccepted(())
-
-    def not_received(self, request_id: str, attempt: int, blocks: list[int]) -> None:
-        if self._streams.pop((request_id, attempt), None) is not None:
-            self.registration.send(Released(request_id, attempt))
-
-    def committed(self, incarnation: int, commit: Commit, blocks: list[int], prompt_tokens: list[int]) -> None:
-        key = (commit.request_id, commit.attempt)
-        stream = self._streams.get(key)
-        if stream is None:
-            return
-        cluster = self._cluster
-        stream.began_s = cluster.now
-        cluster.at(cluster.now + max(self._to_come(stream)) * cluster.timing.decode_step_s, self._ended, key, stream)
-        if self._progress:
-            self._joined.append(Joined(*key, self._steps))
-            if not self._reporting:
-                self._reporting = True
-                cluster.at(cluster.now + REPORT_S, self._report)
-
-    def _ended(self, key: Key, stream: _Stream) -> None:
-        if self._streams.get(key) is stream:
-            del self._streams[key]
-            self.registration.send(Finished(*key, self._emitted(stream), 0, stream.order.resumed_tokens))
-
-    def _to_come(self, stream: _Stream) -> list[int]:
-        """Returns the number of tokens of each choice in this attempt."""
-        order = stream.order
-        output_tokens = self._cluster.requests[order.request_id].output_tokens
-        chosen = output_tokens[order.first_choice : order.first_choice + order.choices]
-        return [tokens - order.resumed_tokens for tokens in chosen]
-
-    def _emitted(self, stream: _Stream) -> int:
-        """Sends the gateway all tokens of an attempt that ends now; returns their number, first tokens included."""
-        assert stream.began_s is not None
-        step_s, order, total = self._cluster.timing.decode_step_s, stream.order, 0
-        for choice, tokens in enumerate(self._to_come(stream), order.first_choice):
-            passed = max(round((self._cluster.now - stream.began_s) / step_s), 1) if step_s else tokens
-            total += min(passed, tokens)
-            self._cluster.emitted(order.request_id, order.attempt, choice, order.resumed_tokens + min(passed, tokens))
-        return total
-
-    # --- progress -------------------------------------------------------------------------------------------------------
-
-    @property
-    def _steps(self) -> int:
-        return int(self._cluster.now / self._cluster.timing.decode_step_s)
-
-    def _report(self) -> None:
-        joined, self._joined = tuple(self._joined), []
-        self.registration.send(DecodeProgress(self._steps, 0, 0, joined))
-        self._reporting = bool(self._streams)
-        if self._reporting:
-            self._cluster.at(self._cluster.now + REPORT_S, self._report)

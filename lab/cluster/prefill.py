@@ -12,7 +12,6 @@ from lab.cluster.surroundings import (
     ClusterSurroundings,
     first_tokens,
 )
-from lab.cluster.tier import ClusterCopies
 from lab.cluster.transfers import ClusterKvSender, Transfers
 from prefill_worker.core import Begun, PrefillCore, PrefillStepResult
 from prefill_worker.prompts import Key, PromptTable
@@ -45,9 +44,6 @@ class ClusterPrefillWorker:
             tokens_forwarded=lambda: self.computed_tokens,
         )
         self.sender = ClusterKvSender(transfers, incarnation, self.core.kv_result)
-        if capacity.tier_blocks:
-            copies = ClusterCopies(cluster, capacity.block_size, self._start_step)
-            copies.tier = self.core.use_tier(copies, capacity.tier_blocks)
         self.computing = False
         self.busy_s = 0.0
         self.engine = engine

@@ -8,8 +8,8 @@ import msgspec
 
 from coordinator.events import Configured, PeerDown, PeerUp
 from engine.kv.split import prefill_blocks
-from lab.cluster.cluster import FIRST_FLIPPED, OBSERVER, VirtualCluster, hello
-from lab.cluster.decode import BatchedDecode
+from lab.cluster.cluster import FIRST_STARTED, OBSERVER, VirtualCluster, hello
+from lab.cluster.decode import ClusterDecodeWorker
 from lab.cluster.prefill import ClusterPrefillWorker
 from lab.cluster.surroundings import ClientRequest, ClusterEngine, Timing
 from lab.cluster.workload import LoadRequest, LoadStepTimes, Loop, PlannedFailure, WorkerSpec, Workload
@@ -81,10 +81,8 @@ def play(workload: Workload, progress: Callable[[float], None] = lambda now_s: N
 class _Player:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        timing = Timing(
-            hand_over_s=workload.hand_over_s, hand_over_block_s=workload.hand_over_block_s, report_s=workload.report_s
-        )
-        self._cluster = VirtualCluster(workload.limits, timing, prefill=0, decode=0, batched=True, seed=workload.seed)
+        timing = Timing(hand_over_s=workload.hand_over_s, report_s=workload.report_s)
+        self._cluster = VirtualCluster(workload.limits, timing, block_size=workload.block_size, seed=workload.seed)
         self._cluster.resume_delay_s = 0.05
         self._cluster.on_end = self._ended
         self._cluster.on_death = self._died
@@ -124,7 +122,6 @@ class _Player:
             return
         window, held, blocks = int(cluster.now / WINDOW_S), 0, 0
         for incarnation, decode in cluster.decode.items():
-            assert isinstance(decode, BatchedDecode)
             seen = self._played.streams_seen.setdefault(self._names[incarnation], Counter())
             seen[window] += len(decode.table.batch.running)
             for running in decode.table.batch.running:
@@ -208,7 +205,7 @@ class _Player:
         engine, started = ClusterEngine(self._cluster, spec.times), list[int]()
         for name in spec.roles:
             role = Role(name)
-            incarnation = FIRST_FLIPPED + next(self._numbers)
+            incarnation = FIRST_STARTED + next(self._numbers)
             process = spec.name if len(spec.roles) > 1 else ""
             own = hello(role, incarnation, _part(spec, role))
             self._register(msgspec.structs.replace(own, name=spec.name, process=process), engine)
@@ -221,21 +218,21 @@ class _Player:
         if worker.role is Role.PREFILL:
             self._all_prefill.append(self._cluster.prefill[worker.incarnation])
 
-    def _start_flipped(self, worker: Hello) -> None:
-        if self._up(worker.name):
+    def _start_flipped(self, name: str, role: Role, before: int) -> None:
+        if self._up(name):
             return  # it has been started again meanwhile
-        spec = self._workload.first_with(worker.role)
-        incarnation, capacity = FIRST_FLIPPED + next(self._numbers), _part(spec, Role(worker.role))
-        engine = ClusterEngine(self._cluster, spec.times)
-        self._register(msgspec.structs.replace(worker, incarnation=incarnation, capacity=capacity), engine)
-        self._running[worker.name] = [incarnation], engine
+        spec = self._workload.first_with(role)
+        incarnation, engine = FIRST_STARTED + next(self._numbers), ClusterEngine(self._cluster, spec.times)
+        own = hello(role, incarnation, _part(spec, role))
+        self._register(msgspec.structs.replace(own, name=name, flipped_from=before), engine)
+        self._running[name] = [incarnation], engine
         self._played.flips += 1
 
-    def _up(self, name: str) -> list[ClusterPrefillWorker | BatchedDecode]:
+    def _up(self, name: str) -> list[ClusterPrefillWorker | ClusterDecodeWorker]:
         """Returns the roles of a worker; empty if it is lost."""
         prefill, decode = self._cluster.prefill, self._cluster.decode
         found = [prefill.get(one) or decode.get(one) for one in self._running[name][0]]
-        return [worker for worker in found if isinstance(worker, ClusterPrefillWorker | BatchedDecode)]
+        return [worker for worker in found if isinstance(worker, ClusterPrefillWorker | ClusterDecodeWorker)]
 
     def _lose(self, name: str) -> None:
         for incarnation in self._running[name][0] if self._up(name) else ():

@@ -14,7 +14,6 @@ from engine.sampling.finish import finish_reason
 from proto.kv import Fetch, FetchRefused
 from proto.limits import MAX_CACHE_CHANGES
 from proto.messages import CacheEvents, Destination, Message, Prefill, Rejected, Submit, TokenItem, Tokens
-from proto.progress import DecodeProgress
 from scheduler.lifecycle import RequestState
 from worker.ports import TakeChanges
 
@@ -31,7 +30,6 @@ class Timing:
     decode_step_s: float = 0.0  # between two tokens of a stream
     hand_over_s: tuple[float, float] = (0.0, 0.0)
     """Range of the time between a prompt's last step and its KV on the decode worker; the time is drawn evenly from it."""
-    hand_over_block_s: float = 0.0  # for each block that is sent, on top
     report_s: float = 0.0  # from a worker to the coordinator; orders take no time
 
     def prefill_s(self, tokens: int) -> float:
@@ -164,12 +162,12 @@ class ClusterEngine:
 class ClusterRegistration:
     """A worker's link to the coordinator, which keeps the order; as `worker.ports.CoordinatorLink`."""
 
-    def __init__(self, cluster: ClusterSurroundings, incarnation: int, progress: bool = True) -> None:
-        self._cluster, self._incarnation, self._progress = cluster, incarnation, progress
+    def __init__(self, cluster: ClusterSurroundings, incarnation: int) -> None:
+        self._cluster, self._incarnation = cluster, incarnation
         self.up = True
 
     def send(self, message: Message) -> None:
-        if self.up and (self._progress or not isinstance(message, DecodeProgress)):
+        if self.up:
             cluster = self._cluster
             cluster.at(cluster.now + cluster.timing.report_s, cluster.receive, self._incarnation, message)
 

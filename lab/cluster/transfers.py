@@ -65,9 +65,7 @@ class Transfers:
     def commit(self, commit: Commit, prompt_tokens: Sequence[int]) -> None:
         cluster, transfer = self.cluster, self._open.get((commit.request_id, commit.attempt))
         if transfer is not None:
-            took_s, answer = cluster.random.uniform(*cluster.timing.hand_over_s), transfer.answer
-            if isinstance(answer, OfferAccepted):
-                took_s += cluster.timing.hand_over_block_s * (len(answer.block_ids) - answer.cached_blocks)
+            took_s = cluster.random.uniform(*cluster.timing.hand_over_s)
             cluster.at(cluster.now + took_s, self._arrived, transfer, commit, list(prompt_tokens), took_s)
 
     def lose(self, incarnation: int) -> None:

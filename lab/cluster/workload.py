@@ -101,9 +101,12 @@ class Workload:
     limits: Limits = field(default_factory=Limits)
     tenants: Tenants = field(default_factory=open_tenants)
     hand_over_s: tuple[float, float] = (0.002, 0.004)
-    hand_over_block_s: float = 0.0
     report_s: float = 0.001
     seed: int = 1
+
+    @property
+    def block_size(self) -> int:
+        return min(worker.capacity.block_size for worker in self.workers)
 
     def first_with(self, role: str) -> WorkerSpec:
         return next(worker for worker in self.workers if role in worker.roles)

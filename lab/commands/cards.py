@@ -59,9 +59,7 @@ def space_of(
     named = _named(settings)
     if small := [str(one) for one in named if not set(one.cards) <= fit.keys()]:
         raise SettingsError(f"--layouts: the memory of {small[0]} is too small for requests of {longest:,} tokens")
-    found = LayoutSpace(
-        space.budget, space.mixed, space.step_tokens, space.seqs_max, profiles=fit, named=named
-    )
+    found = LayoutSpace(space.budget, space.mixed, space.step_tokens, space.seqs_max, profiles=fit, named=named)
     if not found.candidates():
         raise SettingsError(
             f"--cards: no layout of {space.budget} cards has a worker for each phase; the model needs {min(fit)} for a worker"

@@ -155,16 +155,9 @@ def load_words(one: Mapping[str, Any]) -> str:
 
 
 def _what_if(report: Mapping[str, Any], console: Console) -> None:
-    table = tables.Table(
-        f"What if, on {report['what_if_requests']:,} requests", "load", tables.words("workers"), "good/s", "%"
-    )
+    table = tables.Table(f"What if, on {report['what_if_requests']:,} requests", "load", "good/s", "%")
     for one in report["what_if"]:
-        table.row(
-            f"× {one['load']:g}",
-            one["workers"],
-            number(one["goodput_requests_per_s"], 2),
-            number(100 * one["attainment"]),
-        )
+        table.row(f"× {one['load']:g}", number(one["goodput_requests_per_s"], 2), number(100 * one["attainment"]))
     table.show(console)
 
 

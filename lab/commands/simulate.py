@@ -31,7 +31,7 @@ class SimulateLoadSettings(JsonOption):
     SCENARIO is a TOML file. The smallest has three tables: [[workers]] with role = "prefill", [[workers]] with role = "decode",
     and an empty [[traffic]]. More keys say how fast workers are, when which requests come and by when they are wanted;
     [[failures]], [tenants.NAME] and [priority_classes.NAME] can be added. No model is needed. Change one thing in the file and
-    compare. docs/policy.md explains every key and answers five questions with scenarios that are in docs/scenarios.
+    compare. docs/scenarios/README.md explains every key and answers five questions with scenarios that are in docs/scenarios.
 
     Status 0: the run reached all that the file's [[require]] tables ask for. 3: it missed something.
     """

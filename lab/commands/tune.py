@@ -227,8 +227,11 @@ def report_of(
             "by_workers": [entry(one, found) for one in found.second],
             "class_attainment": class_attainment(best.outcome, goals),
             "map": [] if kinds else map_of(found),
-            "what_if": [row._asdict() for row in found.changed],
-            "what_if_requests": found.changed_requests,
+            "what_if": [
+                {"load": load, "attainment": share, "goodput_requests_per_s": load * found.requests_per_s * share}
+                for load, share in found.at_loads.items()
+            ],
+            "what_if_requests": found.part_requests,
             "headroom": found.headroom,
             "cards_enough": cards_enough(best.candidate, found.headroom) if kinds else 0,
             "candidates": len(found.first),

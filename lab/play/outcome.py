@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from lab.goals import GoalLimits
+from lab.goals import Goals
 from lab.play.request import NOT_YET, PlayedRequest, clients_of
 from lab.play.workers import PlayedBatch, PlayedPrefill
 
@@ -42,26 +42,26 @@ class PlayedOutcome:
         """Time from the request to its last token; NaN for requests that got no answer."""
         return np.asarray(self.ttft_ms + np.nan_to_num(self.tpot_ms, nan=0.0) * np.maximum(self.output_tokens - 1, 0))
 
-    def misses(self, slo: GoalLimits) -> tuple[Bools, Bools]:
+    def misses(self, goals: Goals) -> tuple[Bools, Bools]:
         """Returns which requests miss the limit of their first token (or got none), and which miss the limit of later
         tokens."""
-        ttft_ms, tpot_ms = slo.limits(self.classes)
+        ttft_ms, tpot_ms = goals.limits(self.classes)
         late = np.isnan(self.ttft_ms) | (self.ttft_ms > ttft_ms)
         slow = np.nan_to_num(self.tpot_ms, nan=0.0) > tpot_ms
         return late, slow
 
-    def strain(self, slo: GoalLimits) -> Floats:
+    def strain(self, goals: Goals) -> Floats:
         """Returns how near each request comes to its limits: 1 is the limit, infinite without an answer."""
-        ttft_ms, tpot_ms = slo.limits(self.classes)
+        ttft_ms, tpot_ms = goals.limits(self.classes)
         worst = np.maximum(self.ttft_ms / ttft_ms, np.nan_to_num(self.tpot_ms, nan=0.0) / tpot_ms)
         return np.asarray(np.where(np.isnan(self.ttft_ms), np.inf, worst))
 
-    def good(self, slo: GoalLimits) -> Bools:
-        late, slow = self.misses(slo)
+    def good(self, goals: Goals) -> Bools:
+        late, slow = self.misses(goals)
         return ~(late | slow)
 
-    def attainment(self, slo: GoalLimits) -> float:
-        return float(self.good(slo).mean()) if len(self.at_s) else 1.0
+    def attainment(self, goals: Goals) -> float:
+        return float(self.good(goals).mean()) if len(self.at_s) else 1.0
 
     def since(self, begin_s: float) -> "PlayedOutcome":
         """Returns the outcome of the requests that came at this time or later."""

@@ -35,18 +35,7 @@ class PlayedRequest:
     """Times in seconds; `NOT_YET` where nothing happened."""
 
     __slots__ = (
-        *(
-            "at_s",
-            "attempt",
-            "cached",
-            "end_s",
-            "first_s",
-            "join_s",
-            "last_s",
-            "number",
-            "output",
-            "path",
-        ),
+        *("at_s", "attempt", "cached", "end_s", "first_s", "join_s", "last_s", "number", "output", "path"),
         *("placed_s", "prompt", "sent", "submitted_s"),
     )
 

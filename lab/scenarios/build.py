@@ -14,7 +14,7 @@ from lab.cluster.workload import Goal, LoadRequest, LoadStepTimes, Loop, Planned
 from lab.scenarios.scenario import CONTEXT_TOKENS, Scenario, ScenarioTraffic, ScenarioWorkers, faults
 from launcher.load import traces
 from launcher.load.lengths import Lengths, arrival_times
-from launcher.load.sessions import LoadSession, NamedSession, SessionTurn, in_turn, named
+from launcher.sessions import LoadSession, NamedSession, SessionTurn, in_turn, named
 from proto.parts import Capacity
 from runtime.settings.options import SettingsError
 from runtime.settings.roles import CoordinatorSettings
@@ -66,7 +66,6 @@ def build(scenario: Scenario, folder: Path) -> Workload:
         limits=_limits(scenario),
         tenants=tenants,
         hand_over_s=(scenario.hand_over_ms[0] / 1000, scenario.hand_over_ms[1] / 1000),
-        hand_over_block_s=scenario.hand_over_ms_per_block / 1000,
         seed=scenario.seed,
     )
 
@@ -141,14 +140,7 @@ def _worker(some: ScenarioWorkers, name: str) -> WorkerSpec:
     blocks = some.kv_tokens // some.block_size
     suffixes = some.role == "decode" and some.computes_suffixes
     capacity = Capacity(
-        blocks,
-        some.block_size,
-        some.sequences_max,
-        CONTEXT_TOKENS,
-        some.step_tokens,
-        suffixes,
-        some.fetches,
-        some.kv_tier_tokens // some.block_size,
+        blocks, some.block_size, some.sequences_max, CONTEXT_TOKENS, some.step_tokens, suffixes, some.fetches
     )
     roles: tuple[Literal["prefill", "decode"], ...] = ("prefill", "decode") if some.role == "mixed" else (some.role,)
     return WorkerSpec(name, roles, capacity, times)
@@ -262,9 +254,7 @@ class _Stream:
     def sessions(self, folder: Path, block_size: int) -> Iterator[Loop]:
         """Raises `SettingsError`."""
         traffic = self._traffic
-        read = traces.read_sessions(
-            str(folder / Path(traffic.trace).expanduser()), traffic.scale_tokens, traffic.think_scale
-        )
+        read = traces.read_sessions(str(folder / Path(traffic.trace).expanduser()))
         for client, own in enumerate(in_turn(read, traffic.clients)):
             asks: list[LoadRequest] = []
             for number, session in enumerate(own):

@@ -1,4 +1,5 @@
-"""The file of `crossdock simulate load`: what it may say. docs/policy.md explains it; `build.py` makes a workload of it."""
+"""The file of `crossdock simulate load`: what it may say. `build.py` makes a workload of it, and docs/scenarios/README.md
+explains it."""
 
 import tomllib
 from collections.abc import Mapping
@@ -80,8 +81,6 @@ class ScenarioWorkers(_Part):
     computes_suffixes: bool = True
     """A `decode` worker computes what prompts add to KV that it has, at `prefill_tokens_per_s`, between steps of its streams.
     """
-    kv_tier_tokens: Annotated[int, Field(ge=0, le=1 << 36)] = 0
-    """Tokens that the second tier of a `prefill` worker holds."""
     fetches: bool = True
     """`prefill` workers fetch what `decode` workers have of a prompt and they have not."""
 
@@ -91,7 +90,7 @@ class ScenarioWorkers(_Part):
         self._refuse("role", {
             "prefill_step_ms": prefill, "step_tokens": prefill,
             "decode_step_ms": decode, "decode_ms_per_sequence": decode, "computes_suffixes": "decode",
-            "fetches": "prefill decode", "kv_tier_tokens": "prefill",
+            "fetches": "prefill decode",
         })  # fmt: skip
         if self.kv_tokens < 4 * self.block_size:
             raise ValueError(f"kv_tokens = {self.kv_tokens} is less than four blocks of {self.block_size} tokens")
@@ -121,10 +120,6 @@ class ScenarioTraffic(_Part):
     """The file of a `trace`, in a format of `crossdock bench serve --trace`, like a CSV file with the columns `arrival_s`,
     `prompt_tokens`, `output_tokens`; or of `sessions`, in a format of `crossdock bench agents --trace`. A relative path
     begins at the scenario's folder."""
-    scale_tokens: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
-    """Factor on all lengths of the trace, for `sessions`."""
-    think_scale: Annotated[float, Field(ge=0.0, le=1000.0)] = 1.0
-    """Factor on all think times of the trace, for `sessions`."""
     speed: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
     """How much faster a `trace` is played."""
     clients: Annotated[int, Field(ge=1, le=100_000)] = 1
@@ -168,7 +163,7 @@ class ScenarioTraffic(_Part):
         drawn = "poisson constant gamma closed"
         self._refuse("arrivals", {
             "rate_per_s": "poisson constant gamma", "cv": "gamma", "trace": "trace sessions", "speed": "trace",
-            "scale_tokens": "sessions", "think_scale": "sessions", "clients": "closed sessions",
+            "clients": "closed sessions",
             "think_s": drawn, "prompt_tokens": drawn, "output_tokens": drawn, "turns": drawn,
             "shared_prefix_tokens": drawn,
         })  # fmt: skip
@@ -249,8 +244,6 @@ class Scenario(_Part):
     """The seed of everything that is random. The same seed and file give the same figures to the last bit."""
     hand_over_ms: Annotated[list[_Ms], Field(min_length=2, max_length=2), AfterValidator(_ascending)] = [2.0, 4.0]
     """Least and most that a hand-over of KV takes."""
-    hand_over_ms_per_block: _Ms = 0.0
-    """The time that each sent block adds to it."""
     coordinator: dict[str, Any] = {}
     """A table of options of the coordinator's scheduling."""
     tenants: dict[str, Any] = {}

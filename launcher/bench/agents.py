@@ -25,12 +25,12 @@ from launcher.load.figures import LoadSlo, fairness, goodput, tails, values
 from launcher.load.plan import PlannedRequest, tenants_of
 from launcher.load.probe import Probed, probe
 from launcher.load.records import INTERRUPTED, OK, RequestRecord
-from launcher.load.sessions import LoadSession, SessionTurn, in_turn, synthetic
 from launcher.load.show import number
 from launcher.load.tenants import LoadTenant, Ratio
 from launcher.load.traces import read_sessions
 from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve
+from launcher.sessions import LoadSession, SessionTurn, in_turn, synthetic
 from runtime.process import clock
 from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.options import SettingsError

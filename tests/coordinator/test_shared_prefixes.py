@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from benchmarks.kv_utilization_load import Figures, Job, OverloadedCluster
 from coordinator.events import PeerDown
-from lab.cluster.cluster import FIRST_DECODE
 from proto.messages import Released
 from proto.parts import PrefixPart
 from proto.progress import DecodeProgress, SharedPrefix
@@ -19,6 +18,7 @@ from tests.coordinator.consistent import covered as covered_by_others
 from tests.coordinator.test_kv_admission import key
 from tests.coordinator.world import MODEL, Harness, submit
 from tests.helpers import first
+from tests.uniform_cluster import FIRST_DECODE
 
 SHARED = 2048
 

@@ -13,12 +13,12 @@ from coordinator.reporting import status
 from lab.accuracy import Accuracy
 from lab.advise import Slo
 from lab.autopilot import Autopilot, AutopilotRules, Decision, observation_of, ratio_of
-from lab.cluster.cluster import VirtualCluster
 from lab.cluster.surroundings import ClientRequest, Timing
 from lab.profile import Profile
 from proto.messages import Role
 from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.lifecycle import RequestState
+from tests.uniform_cluster import UniformCluster
 
 EVERY_S = 2.0
 OUTPUT_TOKENS_MAX = 1_000  # that a client asks for: it says nothing of how long its answer will be
@@ -80,7 +80,7 @@ def drive(
     accuracy: Accuracy | None = None,
 ) -> Outcome:  # fmt: skip
     """With `rules` the autopilot drives; else the ratio is fixed. Steps take what `profile` says."""
-    cluster = VirtualCluster(
+    cluster = UniformCluster(
         Limits(
             step_tokens=profile.step_tokens,
             queue_requests_max=100_000,
@@ -121,7 +121,7 @@ def drive(
     return found
 
 
-def _look(cluster: VirtualCluster, pilot: Autopilot, found: Outcome, log: Callable[[str], None]) -> None:
+def _look(cluster: UniformCluster, pilot: Autopilot, found: Outcome, log: Callable[[str], None]) -> None:
     cluster.core.state.now = cluster.now
     report = status.status(cluster.core.state)
     decision = pilot.decide(observation_of(report, "m"), cluster.now)
@@ -137,7 +137,7 @@ def _look(cluster: VirtualCluster, pilot: Autopilot, found: Outcome, log: Callab
     cluster.at(cluster.now + EVERY_S, _look, cluster, pilot, found, log)
 
 
-def _compare(cluster: VirtualCluster, accuracy: Accuracy) -> None:
+def _compare(cluster: UniformCluster, accuracy: Accuracy) -> None:
     cluster.core.state.now = cluster.now
     report = status.status(cluster.core.state)
     seen = observation_of(report, "m")

@@ -22,6 +22,7 @@ import pytest
 
 from coordinator.events import Limits
 from lab.advise import Slo, Workers
+from lab.goals import Goals
 from lab.play.options import RunOptions
 from lab.play.outcome import Floats
 from lab.play.player import Player
@@ -117,7 +118,7 @@ def profile(numbers: tuple[float, ...]) -> Profile:
 def shares(run: Run, numbers: tuple[float, ...]) -> list[tuple[float, float]]:
     """Predicted and measured: of both limits, of the first token's, of the later ones'."""
     outcome = LateRoom(profile(numbers), Workers(1, 1), run.sent, OPTIONS).run()
-    late, slow = outcome.misses(SLO)
+    late, slow = outcome.misses(Goals(SLO))
     in_time, fast = run.ttft_ms <= SLO.ttft_ms, run.tpot_ms <= SLO.tpot_ms
     pairs = (~(late | slow), in_time & fast), (~late, in_time), (~slow, fast)
     return [(float(mine.mean()), float(theirs.mean())) for mine, theirs in pairs]

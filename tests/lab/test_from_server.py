@@ -11,6 +11,7 @@ from lab.advise import Slo
 from lab.commands.profiles.from_vllm import ServerFailed, _first_model, kv_tokens_of, read_timings, run, samples_of
 from lab.commands.profiles.settings import FromVllmSettings
 from lab.estimates.from_timings import MeasuredServer, RequestTiming, TimingsError, fitted, profile_of, simulated
+from lab.goals import Goals
 from lab.play.request import Sent
 from lab.profile import ProfileCapacity, merged
 from launcher.load import records as load_records
@@ -52,7 +53,7 @@ def test_fit_predicts_unseen_loads(noise: float) -> None:
     slo, true = Slo(400.0, 20.0), profile_of(TRUE, SERVER, {})
     for rate in (3, 6, 9):
         unseen = traffic(rate, 120, 10 + rate)
-        mine, theirs = (simulated(one, SERVER, unseen).attainment(slo) for one in (profile, true))
+        mine, theirs = (simulated(one, SERVER, unseen).attainment(Goals(slo)) for one in (profile, true))
         assert abs(mine - theirs) < 0.08, rate
 
 

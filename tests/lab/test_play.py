@@ -8,8 +8,8 @@ import pytest
 
 from coordinator.events import Limits
 from lab.advise import Slo, Workers
-from lab.cluster.cluster import VirtualCluster
 from lab.cluster.surroundings import Timing
+from lab.goals import Goals
 from lab.play.caches import PlayedCache, names
 from lab.play.options import RunOptions
 from lab.play.outcome import Floats
@@ -17,9 +17,10 @@ from lab.play.player import Player
 from lab.play.request import Sent, clients_of
 from lab.profile import Curve, DecodeCost, PrefillCost, Profile, ProfileCapacity, TransferCost
 from lab.sessions import played
-from launcher.load.sessions import LoadSession, SessionTurn
+from launcher.sessions import LoadSession, SessionTurn
 from runtime.tenancy.priority_classes import PriorityClass
 from tests.lab.profiles import GPU
+from tests.uniform_cluster import UniformCluster
 
 PREFILL, DECODE = Curve((1.0, 64.0, 256.0), (5.0, 8.0, 22.0)), Curve((1.0, 8.0, 64.0), (10.0, 12.0, 30.0))
 HAND_OVER_MS = 3.0
@@ -66,7 +67,7 @@ def in_the_virtual_cluster(
     sent: Sequence[Sent], workers: Workers, kv_blocks: int, limits: Limits
 ) -> tuple[Floats, Floats]:
     """TTFT and time to the end of each request, in ms; NaN without an answer."""
-    cluster = VirtualCluster(
+    cluster = UniformCluster(
         limits, Measured(), prefill=workers.prefill, decode=workers.decode, decode_blocks=kv_blocks, batched=True
     )
     ends: dict[str, float] = {}
@@ -104,7 +105,7 @@ def test_scarce_kv_matches_the_whole_core() -> None:
     ttft_ms, e2e_ms = in_the_virtual_cluster(sent, Workers(2, 2), 500, PLAIN)
     outcome = Player(profile(500), Workers(2, 2), sent, RunOptions(limits=PLAIN)).run()
     assert np.mean(np.abs(outcome.ttft_ms - ttft_ms) < 1.0) > 0.85
-    assert outcome.attainment(Slo(1000.0, 17.0)) == pytest.approx(
+    assert outcome.attainment(Goals(Slo(1000.0, 17.0))) == pytest.approx(
         np.mean((ttft_ms <= 1000) & (e2e_ms - ttft_ms <= 17.0 * (outcome.output_tokens - 1) + 1e-6)), abs=0.05
     )
 

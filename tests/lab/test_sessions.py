@@ -16,7 +16,7 @@ from lab.play.request import Sent, clients_of
 from lab.search import Space, search
 from lab.sessions import first_turns, more_clients, played
 from lab.traffic import at_load, excerpt
-from launcher.load.sessions import LoadSession, SessionTurn
+from launcher.sessions import LoadSession, SessionTurn
 from runtime.settings.options import SettingsError
 from tests.lab.profiles import GPU
 

@@ -1,7 +1,5 @@
 """Virtual workers by themselves: closed forms, caches, mixed workers; and the search over them."""
 
-from collections.abc import Sequence
-
 import msgspec
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ from lab.play.batch import VirtualBatch
 from lab.play.options import RunOptions
 from lab.play.player import Player
 from lab.play.request import PlayedRequest, Sent
-from lab.profile import Curve, DecodeCost, HostCost, ProfileCapacity
+from lab.profile import Curve, DecodeCost, HostCost
 from lab.search import Effort, Space, search
 from lab.traffic import excerpt, fitted
 from tests.lab.profiles import GPU, PATIENT

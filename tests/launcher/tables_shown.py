@@ -154,7 +154,7 @@ TUNED: dict[str, Any] = {
         }
         for workers, total, mixed in (("1P1D", 2, 0), ("1M", 1, 1), ("2M", 2, 2))
     ],
-    "what_if": [{"load": 1.5, "workers": "128P384D", "goodput_requests_per_s": 1_234.56, "attainment": 0.987}],
+    "what_if": [{"load": 1.5, "goodput_requests_per_s": 1_234.56, "attainment": 0.987}],
 }  # fmt: skip
 _FORETOLD = {"predicted": 12_345.6, "measured": 12_345.7, "error": -0.123}
 CHECKED: dict[str, Any] = {

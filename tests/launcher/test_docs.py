@@ -251,10 +251,10 @@ def test_toml_blocks_in_pages_parse(tmp_path: Path) -> None:
     """Every TOML block in the pages parses as the kind of file it shows."""
     seen = set()
     for block in blocks("toml"):
-        if block.page == "docs/policy.md" and "[[traffic]]" in block.text:
+        if block.page == "docs/scenarios/README.md" and "[[traffic]]" in block.text:
             whole_scenario = block.text
             assert parse_scenario(whole_scenario.encode()).traffic
-        elif block.page == "docs/policy.md":
+        elif block.page == "docs/scenarios/README.md":
             assert parse_scenario((whole_scenario + block.text).encode()).require
         elif "[tenants." in block.text:
             (tmp_path / "tenants.toml").write_text(block.text)

@@ -9,9 +9,9 @@ from lab.cluster.run import Played, play
 from lab.scenarios.build import build
 from lab.scenarios.scenario import parse
 from launcher.bench.agents import dealt
-from launcher.load.sessions import LoadSession, SessionTurn, in_turn, named, synthetic
 from launcher.load.tenants import LoadTenant
 from launcher.load.traces import read_sessions
+from launcher.sessions import LoadSession, SessionTurn, in_turn, named, synthetic
 from proto.limits import HASH_BYTES
 from runtime.settings.options import SettingsError
 

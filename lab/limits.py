@@ -12,6 +12,7 @@ import msgspec
 from lab.advise import Slo
 from lab.goals import Goals
 from lab.play.options import RunOptions
+from lab.play.outcome import PlayedOutcome
 from lab.play.plays import Each, Play, outcome_of
 from lab.profile import Profile
 
@@ -86,13 +87,14 @@ RESOURCES: Final[Mapping[str, Relief]] = {
 TARGETS: Final[Mapping[str, tuple[float, float]]] = {"TTFT target": (2.0, 1.0), "TPOT target": (1.0, 2.0)}
 
 
-def limit_of(play: Play, goals: Goals, each: Each = map) -> Limit:
-    """The limit of a ratio that does not keep the SLO."""
+def limit_of(play: Play, goals: Goals, each: Each = map, outcome: PlayedOutcome | None = None) -> Limit:
+    """The limit of a ratio that does not keep the SLO. `outcome`: of the play, if that is known."""
     profile, workers, sent, options = play
     changed = {name: relief(profile, options) for name, relief in RESOURCES.items()}
     changed = {name: found for name, found in changed.items() if found != (profile, options)}
-    plays = [play, *(Play(found[0], workers, sent, found[1]) for found in changed.values())]
-    outcome, *others = each(outcome_of, plays)
+    plays = [Play(found[0], workers, sent, found[1]) for found in changed.values()]
+    others = list(each(outcome_of, plays if outcome else [*plays, play]))
+    outcome = outcome or others.pop()
     kept = outcome.attainment(goals)
     gains = {name: other.attainment(goals) - kept for name, other in zip(changed, others, strict=True)}
     worst = min(gains, key=lambda name: gains[name])

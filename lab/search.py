@@ -4,9 +4,9 @@ Candidates have one order: the load up to which they keep the SLO, at most the t
 at that load; then cost, or workers without costs. Two of them are equal where the difference is within the error, which is
 that of drawn windows of the trace, the same for both, and never more than `EQUAL_MAX`.
 
-1. All candidates play an excerpt. Where none keeps the SLO, they play lower loads, and those that keep less than the best few
-   drop out.
-2. The best few, and the best of each number of workers, play a longer excerpt.
+1. All candidates play an excerpt. Where none keeps the SLO, the best few play lower loads until they keep it, and another one
+   drops out when it misses the load that these keep.
+2. The best few, and the best of the next smaller numbers of workers, play a longer excerpt.
 3. The recommended one plays the whole trace, and so does every other one that may still be better.
 """
 
@@ -28,10 +28,9 @@ from lab.play.request import Sent
 from lab.profile import Profile
 from lab.traffic import at_load, excerpt, windows
 
-LAYOUTS_MAX: Final = (
-    12  # of one number of workers, at even distances, and numbers of workers; neighbours of the best follow
-)
-KEPT_MAX: Final = 6  # candidates that play the second excerpt, beside the best of each number of workers
+LAYOUTS_MAX: Final = 12
+"""Layouts of one number of workers, and numbers of workers, at even distances. The neighbours of the best one follow."""
+KEPT_MAX: Final = 6  # candidates that play the second excerpt, beside those of the next smaller numbers of workers
 WHOLE_MAX: Final = 6  # candidates that play the whole trace
 WHOLE_REQUESTS: Final = 20_000  # of a longer trace, as many are played as "the whole"
 LIMIT_REQUESTS: Final = 5_000
@@ -39,7 +38,7 @@ EQUAL_MAX: Final = 0.05  # by which two candidates that are taken to be equal ma
 ERROR_MIN: Final = 0.002
 STEPS: Final = (1.5, 1.15, 1.06)  # on each rung: distance of the load that is kept from one that is not
 LOAD_MIN: Final = 1 / 64  # a candidate that does not keep the SLO at this part of the load keeps it at none
-LOADS: Final = (0.5, 0.8, 1.0, 1.2, 1.5, 2.0)
+LOADS: Final = (0.5, 0.75, 1.0, 1.5, 2.0)
 HEADROOM_MAX: Final = 4.0
 DRAWS: Final = 400
 WINDOWS: Final = 36
@@ -245,15 +244,19 @@ class Lab:
         self, sent: Sequence[Sent], found: Sequence[Scored], guesses: dict[Candidate, float], most: float, step: float
     ) -> None:
         """Plays other loads until the one that is just kept is known, for the candidates that may be among the best few."""
+        some = sorted(found, key=lambda one: (-one.attainment, -one.price))[: KEPT_MAX + 2]
         while True:
             kept = sorted((one.load_kept for one in found), reverse=True)
             least = kept[min(KEPT_MAX, len(kept)) - 1]
-            asked = [
-                (one, load)
-                for one in found
-                if one.missed_load >= least
-                and (load := one.next_load(guesses.get(one.candidate, 1.0), most, step)) is not None
-            ]
+            some = list(found) if least else some
+            asked = []
+            for one in some:
+                load = one.next_load(guesses.get(one.candidate, 1.0), most, step)
+                if load is not None and one.missed_load > least:
+                    asked.append((one, load if one.load_kept or not least else least))
+            if not asked and len(some) < len(found):
+                some = list(found)
+                continue
             if not asked:
                 return
             self.play(sent, asked)
@@ -284,11 +287,7 @@ def search(
     if len(parts[1]) > len(parts[0]):
         second = lab.scored([one.candidate for one in second], parts[1])
         _compare(lab, parts[1], second, _loads_of(first), STEPS[1])
-    full = second
-    if len(parts[2]) > len(parts[1]):
-        full = _on_the_whole(lab, parts[2], second)
-    else:
-        _compare(lab, parts[2], full, _loads_of(second), STEPS[2])
+    full = _on_the_whole(lab, parts[2], second) if len(parts[2]) > len(parts[1]) else second
     best = recommended(full)
     ranked = [best, *sorted((one for one in full if one is not best), key=Scored.rank)][:WHOLE_MAX]
     for one in ranked:
@@ -304,7 +303,8 @@ def search(
     for done, one in enumerate(ranked if effort is not QUICK else [best]):
         tell("what limits", done, len(ranked))
         if one.attainment < goals.percentile:
-            one.limit = limit_of(lab.play_of(one.candidate, limits), goals, each)
+            outcome = one.outcome if one.requests == len(limits) else None
+            one.limit = limit_of(lab.play_of(one.candidate, limits), goals, each, outcome)
     has_costs = profile.cost_per_hour(1, 1, 0) > 0
     return Found(goals, space.budget, first, second, ranked, per_s, at_loads, len(parts[1]), best.load_kept, has_costs)
 
@@ -320,20 +320,28 @@ def _loads_of(found: Sequence[Scored]) -> dict[Candidate, float]:
 def _compare(
     lab: Lab, sent: Sequence[Sent], found: Sequence[Scored], guesses: dict[Candidate, float], step: float
 ) -> None:
-    """Where no candidate keeps the SLO, finds the loads up to which the best ones keep it."""
+    """Where no candidate keeps the SLO, finds the loads up to which the best ones keep it. `guesses`: those that were kept on a
+    shorter excerpt."""
     if max(one.attainment for one in found) < lab.goals.percentile:
         lab.find_loads(sent, found, guesses, 1.0, step)
 
 
 def _the_best(found: Sequence[Scored]) -> list[Candidate]:
-    """Returns the best candidates, the recommended one, and the best of each number of workers, with and without mixed
-    workers."""
+    """Returns the recommended candidate and those that would be without it, the first ones of all, and the best of each of the
+    next smaller numbers of workers."""
     order = sorted(found, key=Scored.rank)
+    left, chosen = list(found), [one.candidate for one in order[: KEPT_MAX // 2]]
+    best = recommended(found)
+    while left and len(set(chosen)) < KEPT_MAX:
+        following = recommended(left)
+        left.remove(following)
+        chosen.append(following.candidate)
     by_kind: dict[tuple[int, bool], Candidate] = {}
     for one in order:
         by_kind.setdefault((one.candidate.all_cards, bool(one.candidate.workers.mixed)), one.candidate)
-    chosen = [*(one.candidate for one in order[:KEPT_MAX]), recommended(found).candidate, *by_kind.values()]
-    return list(dict.fromkeys(chosen))
+    most = best.candidate.all_cards
+    chosen += [one for (cards, _), one in by_kind.items() if 0.6 * most <= cards < most]
+    return list(dict.fromkeys([best.candidate, *chosen]))
 
 
 def _on_the_whole(lab: Lab, sent: Sequence[Sent], second: Sequence[Scored]) -> list[Scored]:

@@ -19,8 +19,8 @@ def rendered(report: Mapping[str, Any]) -> str:
     template = environment.from_string(Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8"))
     best = report["recommendation"]["prefill"], report["recommendation"]["decode"]
     shown = [
-        square | {"words": show.square_words(square, report), "chosen": (square["prefill"], square["decode"]) == best}
-        for square in report["map"]
+        {**square, "words": show.square_words(square, report), "chosen": (square["prefill"], square["decode"]) == best}
+        for square in show.squares(report)
     ]
     return template.render(
         report=report,

@@ -174,7 +174,7 @@ def families(report: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any] | N
 
 def _by_workers(report: Mapping[str, Any], console: Console) -> None:
     what = "cards" if of_cards(report) else "workers"
-    part = report["what_if_requests"]
+    part = report["by_workers"][0]["simulated_requests"]
     table = tables.Table(
         f"Goodput by number of {what} (good/s, 90 % band), on {part:,} requests",
         what,
@@ -197,19 +197,31 @@ def _interval(one: Mapping[str, Any] | None) -> tuple[str, str]:
     return number(one["goodput_requests_per_s"], 2), f"{one['goodput_low']:.2f}–{one['goodput_high']:.2f}"
 
 
+def squares(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the ratios of separate workers with the recommended bounds, for the map; none of layouts of cards."""
+    best = report["recommendation"]
+    found = [
+        one
+        for one in report["by_workers"]
+        if not one["mixed"] and all(one[name] == best[name] for name in ("step_tokens", "seqs_max"))
+    ]
+    return [] if of_cards(report) else sorted(found, key=itemgetter("prefill", "decode"))
+
+
 def _map(report: Mapping[str, Any], console: Console) -> None:
-    rows = rows_of(report["map"])
+    rows = rows_of(squares(report))
     if len(rows) < 2:
         return
     console.print(Text(f"{map_title(report)} (prefill down, decode across)", style="bold italic"))
-    across = sorted({square["decode"] for square in report["map"]})
+    across = sorted({square["decode"] for square in squares(report)})
     text = Text("     " + "".join(f"{decode:>5}" for decode in across) + "\n")
     for row in rows:
-        squares = {square["decode"]: square for square in row}
+        by_decode = {square["decode"]: square for square in row}
         text.append(f"{row[0]['prefill']:>4} ")
         for decode in across:
-            square = squares.get(decode)
-            text.append(f"{square_words(square, report):>5}", style="green" if square and square["keeps"] else "")
+            square = by_decode.get(decode)
+            words = square_words(square, report) if square else ""
+            text.append(f"{words:>5}", style="green" if square and square["keeps"] else "")
         text.append("\n")
     console.print(text, end="")
 
@@ -219,8 +231,8 @@ def map_title(report: Mapping[str, Any]) -> str:
     return f"{what}, on an excerpt"
 
 
-def square_words(square: Mapping[str, Any] | None, report: Mapping[str, Any]) -> str:
-    return "" if square is None else f"{100 * square['attainment' if report['kept'] else 'load']:.0f}"
+def square_words(square: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    return f"{100 * square['attainment' if report['kept'] else 'load_about']:.0f}"
 
 
 def rows_of(cells: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
@@ -229,8 +241,8 @@ def rows_of(cells: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]
 
 
 def how(report: Mapping[str, Any]) -> str:
-    full, part = report["ranked"], report["by_workers"]
+    full, first = report["ranked"], report["by_workers"]
     return (
-        f"{report['candidates']} candidates in {report['seconds']} s; {len(part)} of them played"
-        f" {part[0]['simulated_requests']:,} requests, and {len(full)} played {full[0]['simulated_requests']:,}."
+        f"{report['candidates']} candidates in {report['seconds']} s: all played {first[0]['simulated_requests']:,} requests,"
+        f" and {len(full)} played {full[0]['simulated_requests']:,}."
     )

@@ -7,9 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from datetime import datetime
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -224,9 +222,8 @@ def report_of(
             "disaggregate": not best.candidate.workers.mixed,
             "kept": best.attainment >= goals.percentile,
             "ranked": [entry(one, found) for one in found.ranked],
-            "by_workers": [entry(one, found) for one in found.second],
+            "by_workers": [entry(one, found) for one in found.first],
             "class_attainment": class_attainment(best.outcome, goals),
-            "map": [] if kinds else map_of(found),
             "what_if": [
                 {"load": load, "attainment": share, "goodput_requests_per_s": load * found.requests_per_s * share}
                 for load, share in found.at_loads.items()
@@ -277,26 +274,6 @@ def class_attainment(outcome: PlayedOutcome, goals: Goals) -> dict[str, float]:
     return {str(name): float(good[names == name].mean()) for name in np.unique(names)}
 
 
-def map_of(found: Found) -> list[dict[str, Any]]:
-    """Returns a square for each ratio of separate workers with the recommended step budget, as the first excerpt has it."""
-    best = found.best.candidate
-    squares = []
-    for one in found.first:
-        (prefill, decode, mixed), chosen = one.candidate.workers, replace(one.candidate, workers=best.workers)
-        if chosen == best and not mixed:
-            kept = one.attainment >= one.percentile
-            squares.append(
-                {
-                    "prefill": prefill,
-                    "decode": decode,
-                    "attainment": one.attainment,
-                    "keeps": kept,
-                    "load": one.load_kept,
-                }
-            )
-    return sorted(squares, key=itemgetter("prefill", "decode"))
-
-
 def plain(value: Any) -> Any:
     """Replaces NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, Mapping):
@@ -324,7 +301,9 @@ def entry(result: Scored, found: Found) -> dict[str, Any]:
         "seqs_max": candidate.seqs_max,
         "simulated_requests": result.requests,
         "attainment": result.attainment,
+        "keeps": keeps,
         "load_kept": result.load_kept if len(result.shares) > 1 else None,
+        "load_about": float(result.loads_kept[0]),
         "goodput_requests_per_s": per_s * result.attainment,
         "goodput_low": low,
         "goodput_high": high,

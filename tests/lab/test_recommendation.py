@@ -110,9 +110,8 @@ def test_search_results_are_consistent(profile: Profile, sent: list[Sent], worke
             relieved, changed = RESOURCES[one.limit.name](profile, RunOptions(step_tokens=256))
             kept = Player(relieved, one.candidate.workers, part, changed).run().attainment(found.goals)
             assert kept - one.attainment == pytest.approx(one.limit.gain) and one.limit.gain > 0
-    by_load = {one.load: one.attainment for one in found.changed if one.workers == str(best.candidate.workers)}
-    assert sorted(by_load) == [0.5, 0.8, 1.0, 1.2, 1.5, 2.0]
-    for load, attainment in by_load.items():
+    assert sorted(found.at_loads) == [0.5, 0.75, 1.0, 1.5, 2.0]
+    for load, attainment in found.at_loads.items():
         if abs(load - found.headroom) > 0.4:
             assert (attainment >= found.goals.percentile) == (load < found.headroom)
 

@@ -149,7 +149,7 @@ TUNED: dict[str, Any] = {
     "what_if_requests": 4_800,
     "by_workers": [
         {
-            "workers": workers, "total": total, "mixed": mixed, "attainment": 0.9, "strain": 1.0,
+            "workers": workers, "total": total, "mixed": mixed, "attainment": 0.9, "simulated_requests": 600,
             "goodput_requests_per_s": 1_234.56, "goodput_low": 1_200.0, "goodput_high": 1_300.0,
         }
         for workers, total, mixed in (("1P1D", 2, 0), ("1M", 1, 1), ("2M", 2, 2))

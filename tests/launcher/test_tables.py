@@ -46,7 +46,7 @@ SHOWN: dict[str, Callable[[Console], Any]] = {
     ),
     "load.show": lambda c: load_show.show(shown.FIGURES, c),
     "admin.policy": lambda c: (policy.listed(shown.POLICIES).show(c), policy.compared(shown.POLICIES, None).show(c)),
-    "simulate.load": lambda c: simulate_load.show(shown.LOADED, c),
+    "lab.commands.simulate": lambda c: simulate_load.show(shown.LOADED, c),
     "admin.status": lambda c: (status.show(shown.REPORT, c), status.show(shown.REPORT, c, wide=True)),
     "admin.tenants": lambda c: tenants.show(shown.TENANTS, c),
     "admin.usage": lambda c: usage.show(shown.USAGE, c),
@@ -61,16 +61,16 @@ SHOWN: dict[str, Callable[[Console], Any]] = {
 
 
 def test_all_tables_use_the_helper() -> None:
-    """Every table of the launcher is made by the helper and tested here."""
+    """Every table of the launcher and the lab is made by the helper and tested here."""
     makers = set()
-    for path in sorted((ROOT / "launcher").rglob("*.py")):
+    for path in (path for package in ("launcher", "lab") for path in sorted((ROOT / package).rglob("*.py"))):
         if path.name in ("tables.py", "top.py"):  # top draws a whole screen again and again
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert not any(isinstance(n, ast.ImportFrom) and n.module == "rich.table" for n in ast.walk(tree)), path
         calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
         if {"tables.Table", "Table"} & set(calls):
-            makers.add(".".join(path.relative_to(ROOT / "launcher").with_suffix("").parts))
+            makers.add(".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("launcher."))
     assert makers == set(SHOWN)
 
 

@@ -334,7 +334,7 @@ def _the_best(found: Sequence[Scored]) -> list[Candidate]:
     best = recommended(found)
     while left and len(set(chosen)) < KEPT_MAX:
         following = recommended(left)
-        left.remove(following)
+        left = [one for one in left if one is not following]
         chosen.append(following.candidate)
     by_kind: dict[tuple[int, bool], Candidate] = {}
     for one in order:

@@ -37,7 +37,7 @@ from runtime.settings.options import SettingsError
 from runtime.settings.types import SLO_PERCENTILE
 
 FORMAT = 4
-POOL_REQUESTS = 30_000  # to be played, from which on starting processes for all cores saves time
+POOL_REQUESTS = 5_000  # to be played, from which on starting processes for all cores saves time
 ORIGINS = {
     "calibrated": "The profile was measured {}; runs differ by {}.",
     "estimated": "The profile is an estimate {}, {}.",

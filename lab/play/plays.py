@@ -3,7 +3,7 @@
 import copyreg
 from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lab.advise import Workers
 from lab.play.options import RunOptions
@@ -12,7 +12,14 @@ from lab.play.player import Player
 from lab.play.request import Sent
 from lab.profile import Profile
 
-copyreg.pickle(MappingProxyType, lambda proxy: (MappingProxyType, (dict(proxy),)))  # `Limits` has some
+
+def _proxy(content: dict[str, Any]) -> MappingProxyType[str, Any]:
+    return MappingProxyType(content)
+
+
+copyreg.pickle(
+    MappingProxyType, lambda proxy: (_proxy, (dict(proxy),))
+)  # `Limits` has some; the class has no name to pickle
 
 
 class Play(NamedTuple):

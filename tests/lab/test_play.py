@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from lab.play.caches import PlayedCache, names
 from lab.play.options import RunOptions
 from lab.play.outcome import Floats
 from lab.play.player import Player
+from lab.play.plays import Play, outcome_of
 from lab.play.request import Sent, clients_of
 from lab.profile import Curve, DecodeCost, PrefillCost, Profile, ProfileCapacity, TransferCost
 from lab.sessions import played
@@ -123,6 +125,14 @@ def test_turns_find_what_turns_left(workers: Workers, stall_share: float) -> Non
     assert (outcome.cached_tokens[later] > reused[later] - 100).mean() > 0.8
     assert outcome.clients == tuple(clients_of(sent))
     assert (np.diff(np.sort(outcome.at_s[np.array(outcome.clients) == 0])) > 1.0).all()
+
+
+def test_plays_run_in_other_processes() -> None:
+    """A play can be sent to another process, and its outcome back."""
+    play = Play(GPU, Workers(1, 1), traffic(5.0, 4), RunOptions())
+    there = ForkingPickler.loads(ForkingPickler.dumps(play))
+    assert there == play
+    assert len(ForkingPickler.loads(ForkingPickler.dumps(outcome_of(there))).at_s) == 4
 
 
 def test_known_blocks_are_not_computed() -> None:

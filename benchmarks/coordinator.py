@@ -29,6 +29,7 @@ from typing import Any
 from benchmarks.coordinator_scale import LIMITS, TimedCore, clock_ns, measure, scale_table
 from benchmarks.settings import CoordinatorBenchSettings
 from coordinator.events import Limits, PeerUp, Received, Send
+from lab.cluster.cluster import hello
 from launcher import tables
 from launcher.reports import console_for, write_json
 from proto.codec import decode, encode
@@ -36,7 +37,6 @@ from proto.messages import Chunk, Finished, HandedOver, Role, Step, StepDone, Su
 from proto.parts import Capacity
 from proto.sampling import Sampling
 from scheduler.fairness.fair_queue import FairQueue, Terms
-from simulation.cluster.cluster import hello
 
 _TENANTS = (100, 1_000, 10_000)
 _DEADLINES = ("core's own", "random")

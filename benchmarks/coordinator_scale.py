@@ -18,11 +18,11 @@ from statistics import median, quantiles
 
 from coordinator.core import Core
 from coordinator.events import Action, Event, Limits, Received
+from lab.cluster.surroundings import ClientRequest, Timing
 from launcher.tables import Table
 from proto.limits import HASH_BYTES
 from runtime.tenancy.priority_classes import PriorityClass
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.surroundings import ClientRequest, Timing
+from tests.uniform_cluster import UniformCluster
 
 LIMITS = ("prefill", "decode")
 KINDS = ("Submit", "StepDone")  # events whose times are shown by themselves
@@ -86,7 +86,7 @@ class ScaledCluster:
         )
         per_stream = -(-(_PROMPT_TOKENS + _MAX_TOKENS) // _BLOCK_SIZE)
         streams = PER_S * _STREAM_S * (4.0 if limited_by == "prefill" else 0.75)
-        self.cluster = VirtualCluster(
+        self.cluster = UniformCluster(
             limits,
             Timing(PER_S * _PROMPT_TOKENS, decode_step_s=_STREAM_S / _MAX_TOKENS),
             prefill=pairs,

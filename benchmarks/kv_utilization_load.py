@@ -11,13 +11,13 @@ from math import inf
 from random import Random
 
 from coordinator.events import Limits
+from lab.cluster.decode import ClusterDecodeWorker
+from lab.cluster.surroundings import ClientRequest, Timing
 from proto.errors import Interrupt
 from proto.limits import HASH_BYTES
 from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.lifecycle import RequestState
-from simulation.cluster.cluster import FIRST_DECODE, VirtualCluster
-from simulation.cluster.decode import BatchedDecode
-from simulation.cluster.surroundings import ClientRequest, Timing
+from tests.uniform_cluster import FIRST_DECODE, UniformCluster
 
 STEP_S = 0.03
 
@@ -72,7 +72,7 @@ class OverloadedCluster:
         """Makes the cluster. `overload`: offered load over the load that the decode worker could carry with every block in
         use. If `whole_life`, no progress is reported, so that every attempt stays counted with prompt + max_tokens."""
         self.kv_blocks = kv_blocks
-        self.cluster = VirtualCluster(
+        self.cluster = UniformCluster(
             Limits(queue_wait_s_max=1e6, kv_overcommit=overcommit, priority_classes={"standard": PriorityClass()}),
             Timing(inf, STEP_S, STEP_S, (0.0, 4 * STEP_S), report_s),
             prefill=4,
@@ -85,7 +85,7 @@ class OverloadedCluster:
             seed=seed,
         )
         decode = self.cluster.decode[FIRST_DECODE]
-        assert isinstance(decode, BatchedDecode)
+        assert isinstance(decode, ClusterDecodeWorker)
         self.decode = decode
         self.arriving = True
         self.cluster.on_end = self._ended

@@ -141,7 +141,7 @@ TABLE: Final[Table] = {
     ),
     "flip": Command("Change a worker's role", "launcher.admin.flip:FlipSettings", "launcher.admin.flip:run"),
     "autopilot": Command(
-        "Watch the traffic of a cluster", "runtime.settings.autopilot:AutopilotSettings", "launcher.admin.autopilot:run"
+        "Watch the traffic of a cluster", "runtime.settings.autopilot:AutopilotSettings", "lab.commands.autopilot:run"
     ),
     "usage": Command(
         "Show what tenants used, by day (UTC)", "launcher.admin.usage:UsageSettings", "launcher.admin.usage:run"
@@ -255,40 +255,40 @@ TABLE: Final[Table] = {
         {
             "load": Command(
                 "Play a load against the coordinator's own scheduler in virtual time",
-                "launcher.simulate.load:SimulateLoadSettings",
-                "launcher.simulate.load:run",
+                "lab.commands.simulate:SimulateLoadSettings",
+                "lab.commands.simulate:run",
             )
         },
     ),
     "calibrate": Command(
         "Measure how long prefill, decode and KV transfer take on this installation.",
-        "launcher.tuning.settings:CalibrateSettings",
-        "launcher.tuning.calibrate:run",
+        "lab.commands.settings:CalibrateSettings",
+        "lab.commands.calibrate:run",
     ),
     "profile": CommandGroup(
         "Profiles for crossdock tune without a calibration.",
         {
             "estimate": Command(
                 "Estimate a profile of hardware that you do not have at hand.",
-                "launcher.tuning.profiles.settings:EstimateSettings",
-                "launcher.tuning.profiles.estimate:run",
+                "lab.commands.profiles.settings:EstimateSettings",
+                "lab.commands.profiles.estimate:run",
             ),
             "from-vllm": Command(
                 "Make a profile of a vLLM that runs, without stopping it.",
-                "launcher.tuning.profiles.settings:FromVllmSettings",
-                "launcher.tuning.profiles.from_vllm:run",
+                "lab.commands.profiles.settings:FromVllmSettings",
+                "lab.commands.profiles.from_vllm:run",
             ),
         },
     ),
     "tune": Command(
         "Which ratio of prefill to decode workers serves this traffic best, or should they be mixed?",
-        "launcher.tuning.settings:TuneSettings",
-        "launcher.tuning.tune:run",
+        "lab.commands.settings:TuneSettings",
+        "lab.commands.tune:run",
     ),
     "tune check": Command(
         "Run the recommended ratio and the next best ones live, and print what was predicted beside what is measured.",
-        "launcher.tuning.settings:TuneCheckSettings",
-        "launcher.tuning.check:run",
+        "lab.commands.settings:TuneCheckSettings",
+        "lab.commands.check:run",
     ),
     "bench": CommandGroup("Send a load to a server, and compare runs.", _BENCH),
 }

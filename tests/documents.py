@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-_DOCS = [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/configuration").glob("*.md"))]
+_DOCS = [
+    path for folder in ("", "configuration", "scenarios") for path in sorted((ROOT / "docs" / folder).glob("*.md"))
+]
 PAGES = [ROOT / "README.md", *_DOCS, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]  # those whose commands are checked
 ALL_PAGES = [*PAGES, ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

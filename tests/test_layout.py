@@ -54,10 +54,14 @@ FOLDERS_MAY_IMPORT = {
         "load": "http",
         "local": "http models",
         "models": "",
-        "simulate": "load",
-        "tuning": "bench http load local models",
     },
-    "tuning": {"estimates": "play", "play": ""},
+    "lab": {
+        "cluster": "",
+        "commands": "cluster estimates play scenarios",
+        "estimates": "play",
+        "play": "",
+        "scenarios": "cluster",
+    },
     "runtime": {
         "grammar": "",
         "link": "process settings",

@@ -19,7 +19,7 @@ FUNCTION_LINES_MAX = 60
 
 EVERYTHING = frozenset(
     "proto runtime kvtransfer engine scheduler coordinator gateway worker prefill_worker decode_worker "
-    "simulation tuning launcher".split()
+    "launcher lab".split()
 )
 MAY_IMPORT = {
     "proto": frozenset[str](),
@@ -32,9 +32,8 @@ MAY_IMPORT = {
     "worker": frozenset({"proto", "runtime", "engine", "kvtransfer"}),
     "prefill_worker": frozenset({"proto", "runtime", "engine", "kvtransfer", "worker"}),
     "decode_worker": frozenset({"proto", "runtime", "engine", "kvtransfer", "worker"}),
-    "simulation": EVERYTHING - {"launcher", "tuning"},
-    "tuning": EVERYTHING - {"launcher"},
-    "launcher": EVERYTHING,
+    "launcher": EVERYTHING - {"lab"},
+    "lab": EVERYTHING,
 }
 
 PURE = (
@@ -97,8 +96,10 @@ PURE = (
     "launcher/local/core_plan.py",
     "launcher/cluster/units.py",
     "launcher/local/restart.py",
-    "tuning/*.py",
-    "tuning/*/*.py",
+    "launcher/sessions.py",
+    "lab/*.py",
+    "lab/estimates/*.py",
+    "lab/play/*.py",
 )
 """Files that decide. Each pattern must match a file."""
 DRIVERS = frozenset(
@@ -124,6 +125,7 @@ BANNED_CALLS = re.compile(
     r"^(torch\.(load|save)|.*\.(send_pyobj|recv_pyobj|\w+_object_list)|time\.sleep|asyncio\.wait_for|eval|exec)$"
 )
 """`asyncio.wait_for` of Python 3.11 drops a cancellation that comes with its result; `asyncio.timeout` does not."""
+LAB_DRIVERS = ("lab/commands/", "lab/scenarios/")
 WORLD_TOOLS = ("__main__", "batch", "test_", "planted")
 """Files of the fault world that run it, where the others are part of it."""
 FIRST_OF_A_DICT = re.compile(r"del (.*)\[next\(iter\(\1\)\)\]$")
@@ -180,15 +182,15 @@ def check_pure(path: str, source: str) -> list[str]:
 
 
 def check_only_pure(path: str, source: str) -> list[str]:
-    """The simulation runs what decides, and nothing that does: no socket, thread or tensor comes in with an import. The ratio
-    lab may import the simulation, too."""
-    package = "simulation" if path.startswith("tests/world/") else PurePosixPath(path).parts[0]
-    if package not in ("simulation", "tuning") or PurePosixPath(path).name.startswith(WORLD_TOOLS):
+    """The ratio lab and the fault world run what decides, and nothing that does: no socket, thread or tensor comes in with an
+    import. The lab's commands and what reads its scenarios do more."""
+    package = "lab" if path.startswith("tests/world/") else PurePosixPath(path).parts[0]
+    if package != "lab" or path.startswith(LAB_DRIVERS) or PurePosixPath(path).name.startswith(WORLD_TOOLS):
         return []
     found = []
     for line, name in _imports(parsed(source)):
         module = name.replace(".", "/") + ".py"
-        if name.split(".")[0] in EVERYTHING - {"simulation", package} and (module in DRIVERS or not _is_pure(module)):
+        if name.split(".")[0] in EVERYTHING - {package} and (module in DRIVERS or not _is_pure(module)):
             found.append(f"{path}:{line}: {package} may import pure modules only, not {name}")
         elif name.split(".")[0] in IMPURE_MODULES - {"random"}:
             found.append(f"{path}:{line}: {package} may not import {name}")
@@ -242,7 +244,7 @@ def test_source_keeps_the_rules(check: Check) -> None:
 
 
 def test_fault_world_imports_pure_modules() -> None:
-    """The fault world runs what decides, as the simulation does."""
+    """The fault world runs what decides, as the ratio lab does."""
     sources = {path: path.read_text("utf-8") for path in sorted((ROOT / "tests/world").rglob("*.py"))}
     assert not [
         one for path, text in sources.items() for one in check_only_pure(path.relative_to(ROOT).as_posix(), text)
@@ -266,9 +268,9 @@ PLANTED = [
     (check_pure, "proto/codec.py", "from time import monotonic", "may not import time"),
     (check_pure, "kvtransfer/session/sender.py", "def f():\n    import torch.nn", "may not import torch"),
     (check_pure, "decode_worker/batch.py", "async def f(): ...", "may not await"),
-    (check_only_pure, "simulation/x.py", "from kvtransfer.sender import KvSender", "pure modules only"),
-    (check_only_pure, "simulation/x.py", "from coordinator.main import run", "pure modules only"),
-    (check_only_pure, "simulation/x.py", "import time", "may not import time"),
+    (check_only_pure, "lab/cluster/x.py", "from kvtransfer.sender import KvSender", "pure modules only"),
+    (check_only_pure, "lab/cluster/x.py", "from coordinator.main import run", "pure modules only"),
+    (check_only_pure, "lab/cluster/x.py", "import time", "may not import time"),
     (check_only_pure, "tests/world/faults/x.py", "import socket", "may not import socket"),
     (check_bans, "engine/x.py", "import pickle", "pickle is banned"),
     (check_bans, "engine/x.py", "import torch\ntorch.load('x')", "torch.load is banned"),

@@ -19,6 +19,9 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from lab.advise import Slo
+from lab.commands import calibrate
+from lab.commands.settings import CalibrateSettings
 from launcher.bench import serve as bench
 from launcher.bench.serve import BenchSite, measure
 from launcher.load.records import OK, RequestRecord
@@ -27,13 +30,10 @@ from launcher.load.tenants import LoadTenant, Ratio
 from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve as models
 from launcher.models.resolve import ReadyModel
-from launcher.tuning import calibrate
-from launcher.tuning.settings import CalibrateSettings
 from runtime.settings.serve import ServeSettings
 from tests import tiny_models
-from tests.tuning import core_shares
-from tests.tuning.driving import Phase, arrivals
-from tuning.advise import Slo
+from tests.lab import core_shares
+from tests.lab.driving import Phase, arrivals
 
 CONTEXT_TOKENS = 4096
 

@@ -11,7 +11,7 @@ from decode_worker.metrics import DecodeMetrics
 from decode_worker.requests import AttemptTable
 from engine.kv.allocator import BlockAllocator
 from gateway.metrics import BatchMetrics, GatewayMetrics
-from launcher.admin import autopilot
+from lab.commands import autopilot
 from launcher.local import supervisor_metrics
 from prefill_worker.metrics import PrefillMetrics
 from prefill_worker.prompts import PromptTable

@@ -1,5 +1,5 @@
 """`python -m tools.policy PAGE`: puts the keys of a scenario, and what the scenarios in docs/scenarios print,
-between the markers of docs/policy.md."""
+between the markers of docs/scenarios/README.md."""
 
 import io
 import re
@@ -12,11 +12,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.console import Console
 
-from launcher.simulate import load, scenario
-from launcher.simulate.build import COORDINATOR_OPTIONS
+from lab.cluster.figures import figures
+from lab.cluster.run import play
+from lab.commands import simulate as load
+from lab.scenarios import scenario
+from lab.scenarios.build import COORDINATOR_OPTIONS
 from runtime.settings.options import bounds
-from simulation.load.figures import figures
-from simulation.load.run import play
 
 SCENARIOS: Final = Path(__file__).parents[1] / "docs" / "scenarios"
 COLUMNS: Final = 128

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from tuning.profile import FORMAT, Profile
+from lab.profile import FORMAT, Profile
 
 
 def schema() -> bytes:

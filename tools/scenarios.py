@@ -15,11 +15,11 @@ from typing import Any, Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from launcher.simulate.load import read, read_scenario
-from launcher.simulate.requirements import Checked, check
+from lab.cluster.figures import figures
+from lab.cluster.run import play
+from lab.commands.simulate import read, read_scenario
+from lab.scenarios.requirements import Checked, check
 from launcher.tables import Table, words
-from simulation.load.figures import figures
-from simulation.load.run import play
 
 FOLDER: Final = Path(__file__).parents[1] / "tests" / "scenarios"
 FIGURES: Final = FOLDER / "figures.json"

@@ -1,4 +1,4 @@
-"""Commands for operators: status, drain, usage, tenants, keys, replay, explain, simulate.
+"""Commands for operators: status, drain, usage, tenants, keys, replay, explain.
 
 Start with `status`.
 """

@@ -30,10 +30,10 @@ from launcher.load.tenants import LoadTenant, Ratio
 from launcher.load.traces import read_sessions
 from launcher.local.lifetime import until_interrupted
 from launcher.models import resolve
+from launcher.sessions import LoadSession, SessionTurn, in_turn, synthetic
 from runtime.process import clock
 from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.options import SettingsError
-from simulation.load.sessions import LoadSession, SessionTurn, in_turn, synthetic
 
 STAGGER_S: Final = 0.3  # between the first turns of two clients
 

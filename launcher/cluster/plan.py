@@ -32,7 +32,7 @@ MODULES: Final = {
     "coordinator": "coordinator",
     "gateway": "gateway",
     **WORKER_MODULES,
-    "autopilot": "launcher.admin.autopilot",
+    "autopilot": "lab.commands.autopilot",
 }
 _DECIDED: Final = frozenset(
     "name bind coordinator model model_id port tokens_bind kv_bind transfer_host advertise role keys insecure".split()

@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 
 from launcher.load.lengths import TOKENS_MAX
+from launcher.sessions import LoadSession, SessionTurn
 from runtime.settings.options import SettingsError
-from simulation.load.sessions import LoadSession, SessionTurn
 
 ROWS_MAX = 2_000_000
 LINE_CHARS_MAX = 1 << 20
@@ -210,7 +210,7 @@ def has_sessions(path: str) -> bool:
     return '"session_id"' in line if file.suffix in (".jsonl", ".json") else SESSION_COLUMNS[0] in line.split(",")
 
 
-def read_sessions(path: str, scale_tokens: float, think_scale: float = 1.0) -> list[LoadSession]:
+def read_sessions(path: str, scale_tokens: float = 1.0) -> list[LoadSession]:
     """The sessions, in the order in which they begin in the file. Raises `SettingsError` naming file and line."""
     file, found, count = Path(path).expanduser(), dict[str, list[SessionTurn]](), 0
     try:
@@ -222,7 +222,7 @@ def read_sessions(path: str, scale_tokens: float, think_scale: float = 1.0) -> l
                 count += 1
                 if count > TURNS_MAX:
                     raise SettingsError(f"--trace: {path} has more than {TURNS_MAX:,} turns")
-                found.setdefault(name, []).append(_scaled_turn(turn, scale_tokens, think_scale))
+                found.setdefault(name, []).append(_scaled_turn(turn, scale_tokens))
     except OSError as error:
         raise SettingsError(f"--trace: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -234,9 +234,9 @@ def read_sessions(path: str, scale_tokens: float, think_scale: float = 1.0) -> l
     return [LoadSession(tuple(turns)) for turns in found.values()]
 
 
-def _scaled_turn(turn: SessionTurn, scale_tokens: float, think_scale: float) -> SessionTurn:
+def _scaled_turn(turn: SessionTurn, scale_tokens: float) -> SessionTurn:
     new, output = (max(1, round(tokens * scale_tokens)) for tokens in (turn.new_tokens, turn.output_tokens))
-    return SessionTurn(new, output, turn.think_s * think_scale, turn.restarts)
+    return SessionTurn(new, output, turn.think_s, turn.restarts)
 
 
 def _csv_turns(stream: TextIO) -> Iterator[tuple[int, str, SessionTurn]]:

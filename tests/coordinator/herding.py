@@ -12,12 +12,13 @@ from statistics import fmean, median, quantiles
 
 from coordinator.events import Limits
 from gateway.text.block_hashes import block_hashes
+from lab.cluster.cluster import MODEL
+from lab.cluster.surroundings import Timing
 from proto.codec import pack_tokens
 from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.limits import Prices, Weights
-from simulation.cluster.cluster import MODEL, VirtualCluster
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.billed import Billed
+from tests.uniform_cluster import UniformCluster
 
 BLOCK_SIZE = 16
 TOKENS_PER_S = 2000.0
@@ -88,7 +89,7 @@ def arrivals(cell: Cell, seed: int = 0) -> list[Arrival]:
     return hot_traffic(seed, requests, per_s, cell.hot)
 
 
-def cluster(workers: int, weights: Weights | None = None, blocks: int = 2000) -> tuple[VirtualCluster, Billed]:
+def cluster(workers: int, weights: Weights | None = None, blocks: int = 2000) -> tuple[UniformCluster, Billed]:
     """Its queues never overflow. Output is free, so that what tenants are charged can be compared with what was computed."""
     many = 10**9
     limits = Limits(
@@ -102,12 +103,12 @@ def cluster(workers: int, weights: Weights | None = None, blocks: int = 2000) ->
         priority_classes={"standard": PriorityClass()},  # nothing is refused for its target
     )
     timing = Timing(prefill_tokens_per_s=TOKENS_PER_S, decode_step_s=0.001)
-    made = VirtualCluster(limits, timing, prefill=workers, prefill_blocks=blocks, block_size=BLOCK_SIZE)
+    made = UniformCluster(limits, timing, prefill=workers, prefill_blocks=blocks, block_size=BLOCK_SIZE)
     bill = made.core.cluster.queues[MODEL].fair = Billed()
     return made, bill
 
 
-def serve(made: VirtualCluster, traffic: list[Arrival]) -> None:
+def serve(made: UniformCluster, traffic: list[Arrival]) -> None:
     """All of it, to its end; the requests are named by their numbers."""
     for number, arrival in enumerate(traffic):
         prompt = pack_tokens(arrival.prompt)

@@ -6,18 +6,19 @@ from collections import Counter
 import pytest
 
 from coordinator.events import Limits
+from lab.cluster.cluster import MODEL
+from lab.cluster.surroundings import Timing
 from scheduler.fairness.fair_node import Path
-from simulation.cluster.cluster import MODEL, VirtualCluster
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.billed import Billed
 from tests.helpers import first
+from tests.uniform_cluster import UniformCluster
 from tests.world import invariants
 
 STEP_TOKENS = 128
 
 
 def spam(seed: int, requests: int) -> None:
-    world = VirtualCluster(
+    world = UniformCluster(
         Limits(step_tokens=STEP_TOKENS),
         Timing(prefill_tokens_per_s=20_000, decode_step_s=0.005),
         prefill=2,

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from coordinator.events import Limits
+from lab.cluster.surroundings import Timing
 from proto.errors import Reject
 from proto.messages import Role, Submit
 from runtime.tenancy.priority_classes import PriorityClass
@@ -13,25 +14,24 @@ from scheduler.request import Request
 from scheduler.waiting.line import WaitingLine
 from scheduler.workers.pool import Pool
 from scheduler.workers.worker import PrefillWorker
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.world import MODEL, submit, worker_hello
+from tests.uniform_cluster import UniformCluster
 
 TIMING = Timing(prefill_step_s=0.01)
 
 
-def refused(world: VirtualCluster) -> list[tuple[str, Reject]]:
+def refused(world: UniformCluster) -> list[tuple[str, Reject]]:
     return [(message.request_id, message.reason) for message in world.rejected]
 
 
 @pytest.mark.parametrize("first_tokens", [8, 100, 300])
 def test_early_deadlines_are_not_refused(first_tokens: int) -> None:
     """Whatever ran first: the first step counted for a fifth of its rate, and a short one shows a worker slower than it is."""
-    world = VirtualCluster(timing=TIMING)
+    world = UniformCluster(timing=TIMING)
     world.submit("unmeasured", "o", 4000, deadline_ms=550.0)
     world.cancel("unmeasured")
     world.run(10.0)
-    world = VirtualCluster(timing=TIMING)
+    world = UniformCluster(timing=TIMING)
     world.submit("first", "o", first_tokens)
     world.run(10.0)
     world.submit("second", "o", 4000, deadline_ms=900.0)  # 650 ms alone
@@ -41,7 +41,7 @@ def test_early_deadlines_are_not_refused(first_tokens: int) -> None:
 
 def test_short_steps_keep_measured_rate() -> None:
     """Short steps do not lower the measured rate of a worker."""
-    world = VirtualCluster(timing=TIMING)
+    world = UniformCluster(timing=TIMING)
     world.submit("long", "o", 4096)
     world.run(5.0)
     measured = world.core.cluster.pools[MODEL].fastest_tokens_per_s()
@@ -71,7 +71,7 @@ def test_deadline_assumes_one_worker() -> None:
     """A waiting request is refused as soon as no single worker can finish its prompt in time."""
     timing = Timing(prefill_tokens_per_s=1000.0)
     limits = Limits(priority_classes={"standard": PriorityClass()})
-    world = VirtualCluster(limits, timing, prefill=8, decode=8, max_seqs=1)
+    world = UniformCluster(limits, timing, prefill=8, decode=8, max_seqs=1)
     for number in range(8):
         world.submit(f"run{number}", "o", 1000)
     world.run(2.5)

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.cluster.figures import figures
+from lab.cluster.run import play
+from lab.cluster.workload import Goal, LoadRequest, LoadStepTimes, WorkerSpec, Workload
 from proto.parts import Capacity
 from runtime.tenancy.tenants import from_tables
 from scheduler.fairness.held_shares import HeldShares, HeldStream
-from simulation.load.figures import figures
-from simulation.load.run import play
-from simulation.load.workload import Goal, LoadRequest, LoadStepTimes, WorkerSpec, Workload
 from tests.helpers import first
 
 PREFILL = WorkerSpec("prefill", ("prefill",), Capacity(1 << 20, 16, 4096, 1 << 20), LoadStepTimes(65536.0, 0.002))

@@ -3,14 +3,14 @@
 import pytest
 
 from coordinator.events import Limits
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.surroundings import Timing
+from lab.cluster.surroundings import Timing
+from tests.uniform_cluster import UniformCluster
 
 
 @pytest.mark.parametrize(("failing", "every"), [(3, 1), (4, 1), (3, 2)])
 def test_most_of_a_role_fails(failing: int, every: int) -> None:
     """Three or four of five prefill workers fail; the load is half of what the others compute, and all of it is served."""
-    cluster = VirtualCluster(Limits(), Timing(prefill_tokens_per_s=8192.0, decode_step_s=0.02), prefill=5, decode=2)
+    cluster = UniformCluster(Limits(), Timing(prefill_tokens_per_s=8192.0, decode_step_s=0.02), prefill=5, decode=2)
     cluster.resume_delay_s = 0.05
     for worker in list(cluster.prefill.values())[:failing]:
         worker.engine.fails_every = every

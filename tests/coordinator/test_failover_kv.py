@@ -11,9 +11,9 @@ from coordinator.events import Limits, PeerUp
 from proto.messages import Interrupted, Reserve, Role
 from proto.parts import Held, PrefixPart
 from proto.progress import DecodeProgress, Joined
-from simulation.cluster.cluster import FIRST_DECODE
 from tests.coordinator.consistent import all_covered, check_room
 from tests.coordinator.world import MODEL, Harness, submit, worker_hello
+from tests.uniform_cluster import FIRST_DECODE
 
 KV_BLOCKS, BLOCK = 512, 16
 

@@ -8,10 +8,10 @@ from coordinator.event_log.timeline import Placed, Timeline
 from prefill_worker.fetches import Fetches
 from proto.kv import Fetch
 from scheduler.workers.worker import FETCH_PAUSE_S
-from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster
 from tests.coordinator.logged_core import LoggedCore, as_logged, replay
 from tests.coordinator.test_suffixes import BLOCK, World
 from tests.coordinator.world import MODEL
+from tests.uniform_cluster import FIRST_PREFILL, UniformCluster
 
 
 def world(rate: float = 2000.0, *, fetches: bool = True) -> World:
@@ -19,7 +19,7 @@ def world(rate: float = 2000.0, *, fetches: bool = True) -> World:
     return World(rate=rate, core=LoggedCore, computes_suffixes=False, fetches=fetches)
 
 
-def fetched(cluster: VirtualCluster) -> int:
+def fetched(cluster: UniformCluster) -> int:
     return cluster.core.cluster.counters["prefixes_fetched"]
 
 

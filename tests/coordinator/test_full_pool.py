@@ -7,10 +7,10 @@ from functools import cache, partial
 import pytest
 
 from coordinator.events import Limits
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.surroundings import Timing
+from lab.cluster.surroundings import Timing
 from tests.coordinator.world import MODEL
 from tests.helpers import first, p99
+from tests.uniform_cluster import UniformCluster
 
 SECONDS, ATTACK_S = 25.0, 5.0
 VICTIMS = 9
@@ -32,7 +32,7 @@ class Found:
 @cache
 def run(users: int, bypasses_max: int) -> Found:
     """Each user of the attacking organisation has always one request that fills a decode worker and runs for a second."""
-    world = VirtualCluster(
+    world = UniformCluster(
         Limits(bypasses_max=bypasses_max, queue_requests_max=4096, kv_overcommit=1.0),
         Timing(prefill_step_s=0.002, decode_step_s=0.01),
         prefill=2,

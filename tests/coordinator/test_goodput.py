@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from lab.cluster.figures import figures
+from lab.cluster.run import play
+from lab.cluster.workload import Goal, LoadRequest, LoadStepTimes, PlannedFailure, WorkerSpec, Workload
 from proto.parts import Capacity
 from runtime.tenancy.tenants import from_tables
-from simulation.load.figures import figures
-from simulation.load.run import play
-from simulation.load.workload import Goal, LoadRequest, LoadStepTimes, PlannedFailure, WorkerSpec, Workload
 from tests.helpers import first
 
 CAPACITY = Capacity(1 << 20, 16, 4096, 1 << 20)

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 
 from coordinator.events import Configured, Limits
+from lab.cluster.decode import ClusterDecodeWorker
+from lab.cluster.surroundings import Timing
 from runtime.tenancy.tenants import parse
 from scheduler.lifecycle import RequestState
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.decode import BatchedDecode
-from simulation.cluster.surroundings import Timing
 from tests.helpers import first
+from tests.uniform_cluster import UniformCluster
 
 CHAT_MAX_TOKENS = 4096
 """What a gateway takes for a chat request without `max_tokens`."""
@@ -32,7 +32,7 @@ class Chats:
 
     def __init__(self, lengths: str, prompt_tokens: int, per_s: float, seed: int, limits: Limits | None = None) -> None:
         draw, source = {"chat": chat, "mostly short": mostly_short}[lengths], random.Random(seed)
-        self.cluster = VirtualCluster(
+        self.cluster = UniformCluster(
             limits or Limits(queue_requests_max=64), Timing(prefill_tokens_per_s=2e5, decode_step_s=0.02), decode=2,
             prefill_blocks=1 << 14, decode_blocks=DECODE_BLOCKS, block_size=16, max_seqs=1024, batched=True, seed=seed,
         )  # fmt: skip
@@ -52,7 +52,7 @@ class Chats:
 
     def _held_block_s(self) -> float:
         workers = self.cluster.decode.values()
-        return sum(worker.held_block_s for worker in workers if isinstance(worker, BatchedDecode))
+        return sum(worker.held_block_s for worker in workers if isinstance(worker, ClusterDecodeWorker))
 
 
 @pytest.mark.parametrize("seed", first(1, range(1, 6)))
@@ -89,7 +89,7 @@ limits = { tokens_in_flight = 20_000, tokens_per_day = 100_000 }
 @pytest.mark.parametrize("taught_tokens", [2, 100])
 def test_short_answers_do_not_loosen_quotas(taught_tokens: int) -> None:
     """Many short answers do not let long ones exceed token limits by more than one request."""
-    cluster = VirtualCluster(Limits(), Timing(prefill_tokens_per_s=1e6, decode_step_s=0.02), decode=2, progress=False)
+    cluster = UniformCluster(Limits(), Timing(prefill_tokens_per_s=1e6, decode_step_s=0.02), decode=2, progress=False)
     cluster.post(Configured(parse(LIMITED), 0.0))
     for number in range(120):
         cluster.at(3.0 * number, cluster.submit, f"t{number}", "a", 10, taught_tokens)
@@ -112,7 +112,7 @@ def test_short_answers_do_not_loosen_quotas(taught_tokens: int) -> None:
 def test_overlong_answer_is_charged_as_emitted() -> None:
     """An answer longer than its estimate is charged token by token as it is emitted."""
     timing = Timing(prefill_tokens_per_s=2e5, decode_step_s=0.02)
-    cluster = VirtualCluster(Limits(), timing, decode_blocks=DECODE_BLOCKS, block_size=16, max_seqs=64, batched=True)
+    cluster = UniformCluster(Limits(), timing, decode_blocks=DECODE_BLOCKS, block_size=16, max_seqs=64, batched=True)
     for number in range(50):
         cluster.at(0.1 * number, partial(cluster.submit, output_tokens=(10,)), f"r{number}", "o", 200, CHAT_MAX_TOKENS)
     cluster.at(10.0, partial(cluster.submit, output_tokens=(2000,)), "long", "o", 200, CHAT_MAX_TOKENS)

@@ -9,16 +9,16 @@ from math import inf
 import pytest
 
 from coordinator.events import Limits
+from lab.cluster.surroundings import ClientRequest, Timing
 from proto.errors import Reject
 from proto.messages import Rejected, Submit
 from scheduler.fairness.fair_queue import FairQueue
 from scheduler.fairness.tenant_queue import Entry, TenantQueue
 from scheduler.request import Request
 from scheduler.waiting.rates import Rate
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.surroundings import ClientRequest, Timing
 from tests.coordinator.world import MODEL, Harness, submit
 from tests.helpers import first
+from tests.uniform_cluster import UniformCluster
 
 
 class FirstCome(FairQueue[Request]):
@@ -30,7 +30,7 @@ class FirstCome(FairQueue[Request]):
         return min(heads, key=lambda entry: (entry.item.arrived, entry.item.id), default=None)
 
 
-class Watched(VirtualCluster):
+class Watched(UniformCluster):
     """Counts the seconds of prefill workers that are idle while something waits."""
 
     idle_with_work_s = 0.0
@@ -66,14 +66,14 @@ def test_fairness_costs_no_throughput(seed: int) -> None:
     assert fair.idle_with_work_s <= 0.005 * busy_s, (fair.idle_with_work_s, busy_s)
 
 
-def computed_tokens(world: VirtualCluster) -> int:
+def computed_tokens(world: UniformCluster) -> int:
     return sum(worker.computed_tokens for worker in world.prefill.values())
 
 
 def goodput(times: float, seed: int) -> tuple[float, int]:
     """Requests of ten tenants with a first token within 4 s, per second, at so many times what one worker does; and the
     greatest number known to the coordinator."""
-    world = VirtualCluster(Limits(queue_requests_max=16), Timing(prefill_step_s=0.002))
+    world = UniformCluster(Limits(queue_requests_max=16), Timing(prefill_step_s=0.002))
     rnd, now, most, n = random.Random(seed), 0.0, 0, 0
     while (now := now + rnd.expovariate(times * 8192 / 1024)) < 60.0:
         n += 1
@@ -96,7 +96,7 @@ def test_overload_does_not_reduce_goodput(seed: int) -> None:
 def fleet(seed: int, clients: int = 1000) -> tuple[list[float], list[float]]:
     """All come at once, with prompts of their own, and come back when told: times of the first retries, and of those that
     failed again."""
-    world = VirtualCluster(Limits(queue_requests_max=64), Timing(prefill_tokens_per_s=16384.0))
+    world = UniformCluster(Limits(queue_requests_max=64), Timing(prefill_tokens_per_s=16384.0))
     retries: list[float] = []
     failed: list[float] = []
 
@@ -187,7 +187,7 @@ def with_tenant(name: str, tenant: str, priority_class: str = "", tokens: int = 
 
 def test_unreachable_deadline_is_refused() -> None:
     """A deadline that the projected wait does not allow is refused when the request is submitted."""
-    world = VirtualCluster(timing=Timing(prefill_tokens_per_s=1000.0))
+    world = UniformCluster(timing=Timing(prefill_tokens_per_s=1000.0))
     world.submit("measured", "o", 1000)
     world.run(5.0)
     world.submit("never", "o", 1000, deadline_ms=500)
@@ -205,7 +205,7 @@ def test_unreachable_deadline_is_refused() -> None:
 
 def test_default_target_spares_short_overload() -> None:
     """The default target refuses nothing in the first ten seconds of an overload, and what comes late after them."""
-    world, refused_at = VirtualCluster(timing=Timing(prefill_tokens_per_s=1000.0)), list[float]()
+    world, refused_at = UniformCluster(timing=Timing(prefill_tokens_per_s=1000.0)), list[float]()
     world.on_end = lambda request: refused_at.append(world.now) if request.rejected else None
     world.submit("measured", "o", 1000)
     world.run(5.0)
@@ -218,7 +218,7 @@ def test_default_target_spares_short_overload() -> None:
 
 def test_missed_deadline_stops_prefill() -> None:
     """A request whose deadline passes expires before its last chunk is computed."""
-    world = VirtualCluster(timing=Timing(prefill_tokens_per_s=1000.0))
+    world = UniformCluster(timing=Timing(prefill_tokens_per_s=1000.0))
     world.submit("measured", "o", 1000)
     world.run(5.0)
     world.submit("late", "a/late", 1000, deadline_ms=3000)
@@ -232,7 +232,7 @@ def test_missed_deadline_stops_prefill() -> None:
 
 
 def test_earliest_deadline_of_tenant_goes_first() -> None:
-    world = VirtualCluster(Limits(steps_in_flight=1), Timing(prefill_tokens_per_s=1000.0))
+    world = UniformCluster(Limits(steps_in_flight=1), Timing(prefill_tokens_per_s=1000.0))
     world.submit("running", "o", 256)
     for name, deadline_ms in (("third", 30_000), ("first", 10_000), ("second", 20_000)):
         world.submit(name, "o", 256, deadline_ms=deadline_ms)

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from launcher.simulate.build import build
-from launcher.simulate.scenario import parse
+from lab.cluster.run import Played, _Player
+from lab.scenarios.build import build
+from lab.scenarios.scenario import parse
 from scheduler.lifecycle import RequestState
 from scheduler.waiting.tenant_work import UNCOMPUTED, WAITING
-from simulation.load.run import Played, _Player
 
 SCENARIO = """
 duration_s = 40.0

@@ -6,24 +6,24 @@ import statistics
 import pytest
 
 from coordinator.events import Limits
+from lab.cluster.surroundings import ClientRequest, Timing
 from scheduler.request import Request
 from scheduler.waiting.line import WaitingLine
 from scheduler.waiting.projection import Projection, Speed
 from scheduler.waiting.tenant_work import IN_LINE
-from simulation.cluster.cluster import ClientRequest, VirtualCluster  # type: ignore[attr-defined]
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.world import submit
 from tests.helpers import first
+from tests.uniform_cluster import UniformCluster
 
 CAPACITY_PER_S = 3.2
 
 
-def cluster(side: str) -> VirtualCluster:
+def cluster(side: str) -> UniformCluster:
     limits = Limits(queue_requests_max=64, kv_overcommit=1.0)
     if side == "prefill":
-        return VirtualCluster(limits, Timing(prefill_tokens_per_s=800.0, decode_step_s=0.001), prefill=2, decode=2)
+        return UniformCluster(limits, Timing(prefill_tokens_per_s=800.0, decode_step_s=0.001), prefill=2, decode=2)
     timing, seqs = Timing(prefill_tokens_per_s=65536.0, decode_step_s=0.05), side == "sequences"
-    return VirtualCluster(
+    return UniformCluster(
         limits, timing, prefill=2, decode=2, max_seqs=16 if seqs else 64, decode_blocks=1 << 14 if seqs else 16 * 45,
         progress=True,
     )  # fmt: skip

@@ -26,16 +26,16 @@ from coordinator.event_log.format import (
 )
 from coordinator.event_log.replay import Replay
 from coordinator.events import Configured, Event, Limits, PeerDown, PeerUp, ProtocolViolation, Received, Tick
+from lab.cluster.surroundings import Timing
 from proto.errors import CancelReason
 from proto.messages import Cancel, Ping, Role, StatusRequest, Step, StepDone, Submit
 from proto.parts import Held
 from runtime.tenancy.priority_classes import PriorityClass
 from runtime.tenancy.tenants import Tenants, parse
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.logged_core import LoggedCore, as_logged, replay
 from tests.coordinator.world import Harness, RandomWorld, gateway_hello, submit, worker_hello
 from tests.helpers import first
+from tests.uniform_cluster import UniformCluster
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +54,7 @@ def contended_world(seed: int) -> LoggedCore:
     """Many tenants, priority classes, deadlines, cancels, decode workers that are full, and queues that run over."""
     rnd = random.Random(seed)
     limits = Limits(queue_requests_max=12, weights={"standard/t1": 3.0}, bypasses_max=3, overtaken_max=3)
-    world = VirtualCluster(
+    world = UniformCluster(
         limits, Timing(decode_step_s=0.01), prefill=2, decode=2, decode_blocks=300, max_seqs=8, core=LoggedCore
     )
     for number in range(120):

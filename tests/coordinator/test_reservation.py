@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 
 from coordinator.events import Limits
+from lab.cluster.cluster import MODEL
+from lab.cluster.surroundings import Timing
 from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.waiting.queue import WaitQueue
-from simulation.cluster.cluster import MODEL, VirtualCluster
-from simulation.cluster.surroundings import Timing
 from tests.helpers import first, p99
+from tests.uniform_cluster import UniformCluster
 
 SECONDS = 80.0
 NO_TARGET = {"standard": PriorityClass()}
@@ -32,7 +33,7 @@ def run(seed: int, attack: str = "") -> Found:
     """Nine tenants use most of a decode worker. The attacker's requests would fill it each, and run for a second; "back to
     back" has always three of them here, "cancel" leaves while room is kept for it."""
     timing = Timing(prefill_step_s=0.002, decode_step_s=0.01)
-    world = VirtualCluster(
+    world = UniformCluster(
         Limits(bypasses_max=16, kv_overcommit=1.0, priority_classes=NO_TARGET),
         timing,
         decode_blocks=320,

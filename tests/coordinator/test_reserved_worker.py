@@ -3,18 +3,19 @@
 import random
 
 from coordinator.events import Limits
-from simulation.cluster.cluster import MODEL, VirtualCluster
-from simulation.cluster.surroundings import Timing
+from lab.cluster.cluster import MODEL
+from lab.cluster.surroundings import Timing
 from tests.helpers import p99
+from tests.uniform_cluster import UniformCluster
 
 SECONDS = 30.0
 SMALL_PER_S = 30.0
 
 
-def run(large: int) -> tuple[VirtualCluster, int]:
+def run(large: int) -> tuple[UniformCluster, int]:
     """Six decode workers, nearly full of small streams; `large` requests that need one of them nearly alone."""
     timing = Timing(prefill_step_s=0.002, decode_step_s=0.01)
-    world = VirtualCluster(
+    world = UniformCluster(
         Limits(bypasses_max=16, kv_overcommit=1.0), timing, prefill=2, decode=6, decode_blocks=200, progress=False
     )
     rnd, now, number, kept = random.Random(3), 0.0, 0, 0
@@ -35,7 +36,7 @@ def run(large: int) -> tuple[VirtualCluster, int]:
     return world, kept
 
 
-def small_p99(world: VirtualCluster) -> float:
+def small_p99(world: UniformCluster) -> float:
     return p99([ttft_s for name, ttft_s in world.ttft_s.items() if name.startswith("s")])
 
 

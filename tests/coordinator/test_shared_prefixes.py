@@ -13,12 +13,12 @@ from proto.parts import PrefixPart
 from proto.progress import DecodeProgress, SharedPrefix
 from scheduler.kv_admission.admission import NEVER, KvAdmission, KvDemand
 from scheduler.kv_admission.shared_blocks import SharedBlocks
-from simulation.cluster.cluster import FIRST_DECODE
 from tests.coordinator.consistent import all_covered, check_room
 from tests.coordinator.consistent import covered as covered_by_others
 from tests.coordinator.test_kv_admission import key
 from tests.coordinator.world import MODEL, Harness, submit
 from tests.helpers import first
+from tests.uniform_cluster import FIRST_DECODE
 
 SHARED = 2048
 

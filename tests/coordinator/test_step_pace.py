@@ -6,10 +6,10 @@ from random import Random
 import pytest
 
 from coordinator.events import Limits
+from lab.cluster.surroundings import Timing
 from scheduler.step_times import STEP_TOKENS_MIN, StepLimits, StepPace
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.world import MODEL
+from tests.uniform_cluster import UniformCluster
 
 
 def paced(token_ms: float, **limits: float) -> StepPace:
@@ -76,7 +76,7 @@ def test_no_time_limit_counts_only_tokens() -> None:
 @pytest.mark.parametrize(("step_ms", "least_s", "most_s"), [(250.0, 0.0, 0.8), (0.0, 1.0, 4.0)])
 def test_new_tenant_waits_one_short_step(step_ms: float, least_s: float, most_s: float) -> None:
     """A new tenant waits for one short step of a slow worker, longer if steps have no time limit."""
-    world = VirtualCluster(Limits(step_ms=step_ms), Timing(prefill_tokens_per_s=200.0))
+    world = UniformCluster(Limits(step_ms=step_ms), Timing(prefill_tokens_per_s=200.0))
     for number in range(4):
         world.submit(f"long-{number}", "crowd", 4000)
     world.at(20.0, world.submit, "small", "other", 32)
@@ -86,7 +86,7 @@ def test_new_tenant_waits_one_short_step(step_ms: float, least_s: float, most_s:
 
 def share_of_time(attention_tokens: int) -> float:
     """What "short" has of a prefill worker's time beside "long", both with more than it can do."""
-    world = VirtualCluster(Limits(step_tokens=128, steps_in_flight=1), Timing(prefill_tokens_per_s=4096.0))
+    world = UniformCluster(Limits(step_tokens=128, steps_in_flight=1), Timing(prefill_tokens_per_s=4096.0))
     world.core.cluster.queues[MODEL].attention_tokens = attention_tokens
     for number in range(40):
         world.submit(f"long-{number}", "long", 8192)

@@ -8,12 +8,12 @@ import pytest
 from coordinator.core import Core
 from coordinator.event_log.timeline import Placed, Timeline
 from coordinator.events import Limits
+from lab.cluster.decode import ClusterDecodeWorker
+from lab.cluster.surroundings import Timing
 from proto.limits import HASH_BYTES
 from scheduler.limits import Prices
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.decode import BatchedDecode
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.logged_core import LoggedCore, as_logged, replay
+from tests.uniform_cluster import UniformCluster
 
 BLOCK = 16
 STEP_TOKENS = 256
@@ -27,7 +27,7 @@ def names(tenant: str, session: str, blocks: int) -> bytes:
     return found
 
 
-class World(VirtualCluster):
+class World(UniformCluster):
     def __init__(
         self,
         *,
@@ -162,7 +162,7 @@ def test_local_suffixes_keep_fair_shares(sessions: int) -> None:
         for name, tokens in (world.computed() - begun).items():
             served["b" if name.startswith("b") else "a"] += tokens
         decode = next(iter(world.decode.values()))
-        assert isinstance(decode, BatchedDecode)
+        assert isinstance(decode, ClusterDecodeWorker)
         served["a"] += decode.suffix_tokens
         if not any(r.tenant == "b" for r in (one.submit for one in world.core.cluster.requests.values())):
             break

@@ -6,6 +6,9 @@ import pytest
 from coordinator.event_log.reasons import AwaitsTrial, why_not
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
 from coordinator.recovery import suspects
+from lab.cluster.cluster import hello
+from lab.cluster.prefill import ClusterPrefillWorker
+from lab.cluster.surroundings import Timing
 from launcher.admin.explain_words import _reason
 from proto.errors import CancelReason, Reject
 from proto.messages import Cancel, HandedOver, Interrupted, Rejected, Release, Released, Role, Step, StepDone, Submit
@@ -13,13 +16,11 @@ from proto.progress import DecodeProgress, Joined
 from runtime.tenancy.priority_classes import PriorityClass
 from scheduler.request import Suspicion
 from scheduler.workers.trials import WAITS_S_MAX
-from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster, hello
-from simulation.cluster.prefill import ClusterPrefillWorker
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.world import Harness, submit, worker_hello
+from tests.uniform_cluster import FIRST_PREFILL, UniformCluster
 
 
-class Deadly(VirtualCluster):
+class Deadly(UniformCluster):
     """A prefill worker dies at the end of a step with a prompt called "deadly" in it, and comes back after 5 s."""
 
     def __init__(self, workers: int) -> None:

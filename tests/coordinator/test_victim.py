@@ -6,18 +6,18 @@ from collections.abc import Callable
 import pytest
 
 from coordinator.events import Limits
+from lab.cluster.surroundings import Timing
 from runtime.tenancy.priority_classes import PriorityClass
-from simulation.cluster.cluster import VirtualCluster
-from simulation.cluster.surroundings import Timing
 from tests.helpers import first, p99
+from tests.uniform_cluster import UniformCluster
 
 SECONDS = 40.0
 PREFILL_BLOCKS = 1 << 16
 """A million tokens: far fewer than the attackers' prompts have together."""
-Attack = Callable[[VirtualCluster, random.Random], None]
+Attack = Callable[[UniformCluster, random.Random], None]
 
 
-def poisson(world: VirtualCluster, rnd: random.Random, per_s: float, what: Callable[[int], None]) -> None:
+def poisson(world: UniformCluster, rnd: random.Random, per_s: float, what: Callable[[int], None]) -> None:
     """`what(number)` at random times."""
     now, number = 0.0, 0
     while (now := now + rnd.expovariate(per_s)) < SECONDS:
@@ -25,12 +25,12 @@ def poisson(world: VirtualCluster, rnd: random.Random, per_s: float, what: Calla
         number += 1
 
 
-def flood_of_long_prompts(world: VirtualCluster, rnd: random.Random) -> None:
+def flood_of_long_prompts(world: UniformCluster, rnd: random.Random) -> None:
     """A hundred times the victim's tokens."""
     poisson(world, rnd, 0.5 * 512 * 100 / 8192, lambda n: world.submit(f"a{n}", "abuser", 8192))
 
 
-def cancel_spam(world: VirtualCluster, rnd: random.Random) -> None:
+def cancel_spam(world: UniformCluster, rnd: random.Random) -> None:
     """Long prompts, each cancelled soon after it came."""
 
     def come_and_go(n: int) -> None:
@@ -40,11 +40,11 @@ def cancel_spam(world: VirtualCluster, rnd: random.Random) -> None:
     poisson(world, rnd, 40, come_and_go)
 
 
-def flood_of_one_token_requests(world: VirtualCluster, rnd: random.Random) -> None:
+def flood_of_one_token_requests(world: UniformCluster, rnd: random.Random) -> None:
     poisson(world, rnd, 400, lambda n: world.submit(f"a{n}", "abuser", 1, max_tokens=1))
 
 
-def a_thousand_keys_of_one_organisation(world: VirtualCluster, rnd: random.Random) -> None:
+def a_thousand_keys_of_one_organisation(world: UniformCluster, rnd: random.Random) -> None:
     poisson(world, rnd, 30, lambda n: world.submit(f"a{n}", f"abuser/user{n % 1000}", 2048))
 
 
@@ -53,7 +53,7 @@ NO_TARGETS = Limits(priority_classes={"standard": PriorityClass()})
 
 
 def victims_ttft_s(seed: int, attack: Attack | None, limits: Limits = NO_TARGETS) -> list[float]:
-    world = VirtualCluster(limits, Timing(prefill_step_s=0.002), prefill_blocks=PREFILL_BLOCKS)
+    world = UniformCluster(limits, Timing(prefill_step_s=0.002), prefill_blocks=PREFILL_BLOCKS)
     rnd = random.Random(seed)
     poisson(world, rnd, 0.5, lambda n: world.submit(f"v{n}", "victim", 512))
     if attack is not None:
@@ -107,7 +107,7 @@ def test_attack_hardly_moves_ttft_twenty_seeds(attack: Attack, at_most: float) -
 def test_many_users_gain_no_advantage(users: int) -> None:
     """An organisation's load disturbs others no more when it is spread over many users."""
 
-    def attack(world: VirtualCluster, rnd: random.Random) -> None:
+    def attack(world: UniformCluster, rnd: random.Random) -> None:
         poisson(world, rnd, 30, lambda n: world.submit(f"a{n}", f"abuser/user{n % users}", 2048))
 
     compare(range(2), attack, 1.5)

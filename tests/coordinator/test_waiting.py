@@ -3,12 +3,12 @@
 import msgspec
 
 from coordinator.events import Limits, PeerDown, PeerUp, Tick
+from lab.cluster.surroundings import Timing
 from proto.errors import Reject
 from proto.messages import Prefill, Rejected, Role
-from simulation.cluster.cluster import FIRST_PREFILL, VirtualCluster
-from simulation.cluster.surroundings import Timing
 from tests.coordinator.test_seams import one_of, run_prefill
 from tests.coordinator.world import MODEL, Harness, submit, worker_hello
+from tests.uniform_cluster import FIRST_PREFILL, UniformCluster
 
 
 def test_unplaceable_requests_take_no_turns() -> None:
@@ -49,7 +49,7 @@ def test_refused_newcomer_sheds_no_request() -> None:
 def test_deadline_check_ignores_cached_tokens() -> None:
     """A deadline is checked against the prompt tokens that are not cached."""
     for cached in (False, True):
-        world = VirtualCluster(timing=Timing(prefill_tokens_per_s=1000.0))
+        world = UniformCluster(timing=Timing(prefill_tokens_per_s=1000.0))
         world.submit("measured", "o", 1000)
         world.run(5.0)
         size = next(iter(world.core.cluster.workers.values())).capacity.block_size

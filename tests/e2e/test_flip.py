@@ -13,13 +13,13 @@ import httpx
 import pytest
 import uvloop
 
+from lab.profile import Curve, DecodeCost, PrefillCost, Profile, ProfileCapacity, encoded
 from launcher.admin.status import converse
 from proto.drain import DrainAnswer, DrainRequest, FlipAnswer, FlipRequest
 from proto.messages import Role
 from tests.e2e.balancer import Load
 from tests.e2e.parts import ROOT, parts
 from tests.e2e.test_rolling import Twins, come, load
-from tuning.profile import Curve, DecodeCost, PrefillCost, Profile, ProfileCapacity, encoded
 
 STREAMED = {"stream": True, "return_token_ids": True}
 

@@ -149,26 +149,21 @@ TUNED: dict[str, Any] = {
     "what_if_requests": 4_800,
     "by_workers": [
         {
-            "workers": workers, "total": total, "mixed": mixed, "attainment": 0.9, "strain": 1.0,
+            "workers": workers, "total": total, "mixed": mixed, "attainment": 0.9, "simulated_requests": 600,
             "goodput_requests_per_s": 1_234.56, "goodput_low": 1_200.0, "goodput_high": 1_300.0,
         }
         for workers, total, mixed in (("1P1D", 2, 0), ("1M", 1, 1), ("2M", 2, 2))
     ],
-    "what_if": [{"load": 1.5, "workers": "128P384D", "goodput_requests_per_s": 1_234.56, "attainment": 0.987}],
+    "what_if": [{"load": 1.5, "goodput_requests_per_s": 1_234.56, "attainment": 0.987}],
 }  # fmt: skip
-_BAND = {
-    "predicted": 12_345.6,
-    "low": 11_111.1,
-    "high": 99_999.9,
-    "measured": 12_345.7,
-    "error": -0.123,
-    "covered": True,
-}
+_FORETOLD = {"predicted": 12_345.6, "measured": 12_345.7, "error": -0.123}
 CHECKED: dict[str, Any] = {
-    "ratio": "128P384D", "requests": 1_234_567, "ttft_ms": {"p50": _BAND, "p90": {**_BAND, "covered": False}},
-    "attainment": {"predicted": 0.9, "low": 0.8, "high": 1.0, "measured": 0.95, "error": 5.0, "covered": True},
-    "goodput_per_s": {"predicted": 123.4, "low": 111.1, "high": 234.5, "measured": 123.5, "error": 5.0, "covered": True},
-}  # fmt: skip
+    "ratio": "128P384D",
+    "requests": 1_234_567,
+    "ttft_ms": {"p50": _FORETOLD, "p90": _FORETOLD},
+    "attainment": {"predicted": 0.9, "measured": 0.95, "error": 5.0},
+    "goodput_per_s": {"predicted": 123.4, "measured": 123.5, "error": 5.0},
+}
 
 OPTIONS: list[dict[str, Any]] = [
     {"option": "--heartbeat-ms", "value": 1_000, "source": "default"},

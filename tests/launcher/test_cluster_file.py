@@ -282,7 +282,7 @@ def test_autopilot_runs_beside_the_coordinator() -> None:
     assert str(pilot.settings.profile) == "/conf/p.json" and pilot.settings.metrics == "127.0.0.1:9404"  # type: ignore[attr-defined]
     assert pilot.settings.coordinator == "tcp://127.0.0.1:7070" and "--slo-tpot-ms" in str(values)  # type: ignore[attr-defined]
     spec = spec_of(pilot)
-    assert spec.arguments[-len(pilot.arguments()) - 1] == "launcher.admin.autopilot" and spec.watchdog_s
+    assert spec.arguments[-len(pilot.arguments()) - 1] == "lab.commands.autopilot" and spec.watchdog_s
     assert travels(text) == ["p.json"]
     for table, why in (
         ('[autopilot]\nmode = "on"\n', "[autopilot] profile: "),

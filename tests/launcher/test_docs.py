@@ -15,9 +15,9 @@ import typer
 
 from benchmarks import __main__ as benchmarks
 from gateway.http.errors import _OF_KIND, _OF_REJECT
+from lab.scenarios.scenario import parse as parse_scenario
 from launcher import commands as crossdock
 from launcher.cluster.file import parse as parse_cluster
-from launcher.simulate.scenario import parse as parse_scenario
 from proto.codec import ALL_MESSAGES, WITH_BLOB
 from proto.limits import PROTOCOL_VERSION
 from runtime.settings import command_line, options
@@ -251,10 +251,10 @@ def test_toml_blocks_in_pages_parse(tmp_path: Path) -> None:
     """Every TOML block in the pages parses as the kind of file it shows."""
     seen = set()
     for block in blocks("toml"):
-        if block.page == "docs/policy.md" and "[[traffic]]" in block.text:
+        if block.page == "docs/scenarios/README.md" and "[[traffic]]" in block.text:
             whole_scenario = block.text
             assert parse_scenario(whole_scenario.encode()).traffic
-        elif block.page == "docs/policy.md":
+        elif block.page == "docs/scenarios/README.md":
             assert parse_scenario((whole_scenario + block.text).encode()).require
         elif "[tenants." in block.text:
             (tmp_path / "tenants.toml").write_text(block.text)

@@ -10,25 +10,25 @@ import torch
 from engine.engine import Engine, ModelInfo
 from engine.kv.split import prefill_blocks
 from kvtransfer.transports.registry import WrongTransport
+from lab.advise import Workers
+from lab.commands import check as tune_check
+from lab.commands import tune
+from lab.commands.settings import TuneCheckSettings
+from lab.search import Candidate
 from launcher.cluster import units
 from launcher.cluster.file import ClusterError, incomplete, parse
 from launcher.cluster.plan import check, plan_host
 from launcher.cluster.units import Installed
 from launcher.load.tenants import Ratio
 from launcher.local.core_plan import PREFILL_NICE, plan_cpu
-from launcher.tuning import check as tune_check
-from launcher.tuning import tune
-from launcher.tuning.settings import TuneCheckSettings
 from proto.messages import Role
 from runtime.settings.command_line import parse as parse_options
 from runtime.settings.options import SettingsError
 from runtime.settings.options import load as load_settings
 from runtime.settings.serve import ServeSettings
 from runtime.settings.workers import WorkerSettings
+from tests.lab.profiles import GPU
 from tests.launcher.built import build
-from tests.tuning.profiles import GPU
-from tuning.advise import Workers
-from tuning.search import Candidate
 from worker.process import MixedPoolTooSmall, engine_shares, split
 
 FILE = """

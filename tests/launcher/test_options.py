@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lab.scenarios import scenario
 from launcher.cluster import file as cluster_file
-from launcher.simulate import scenario
 from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.settings.command_line import add_command, invoke, new_app, parse
 from runtime.settings.cores import parse_cores

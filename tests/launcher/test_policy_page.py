@@ -1,15 +1,15 @@
-"""docs/policy.md: its generated parts are up to date, and its scenarios show what the page says of them."""
+"""docs/scenarios/README.md: its generated parts are up to date, and its scenarios show what the page says of them."""
 
 import re
 from typing import Any
 
 import pytest
 
-from launcher.simulate import scenario
+from lab.scenarios import scenario
 from tests.documents import ROOT
 from tools import policy
 
-PAGE = (ROOT / "docs" / "policy.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "scenarios" / "README.md").read_text(encoding="utf-8")
 
 
 def streams(name: str) -> dict[str, dict[str, Any]]:
@@ -18,8 +18,8 @@ def streams(name: str) -> dict[str, dict[str, Any]]:
 
 
 def test_policy_page_is_up_to_date() -> None:
-    """docs/policy.md equals the generated page."""
-    assert policy.replace(PAGE) == PAGE, "run: python -m tools.policy docs/policy.md"
+    """docs/scenarios/README.md equals the generated page."""
+    assert policy.replace(PAGE) == PAGE, "run: python -m tools.policy docs/scenarios/README.md"
 
 
 def test_page_without_parts_is_refused() -> None:

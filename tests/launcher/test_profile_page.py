@@ -1,4 +1,4 @@
-"""docs/profile.md and the schema of profiles: both say what the program reads."""
+"""docs/ratio-lab.md and the schema of profiles: both say what the program reads."""
 
 import json
 import re
@@ -7,12 +7,12 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
+from lab.profile import Profile, ProfileError, decoded, encoded
 from tests.documents import ROOT
-from tests.tuning.profiles import GPU
+from tests.lab.profiles import GPU
 from tools.profile_schema import schema
-from tuning.profile import Profile, ProfileError, decoded, encoded
 
-PAGE = (ROOT / "docs" / "profile.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "ratio-lab.md").read_text(encoding="utf-8")
 EXAMPLE = json.loads(PAGE.rpartition("```json\n")[2].partition("```")[0])
 
 
@@ -32,7 +32,7 @@ def test_schema_and_program_agree() -> None:
 
 def test_every_profile_field_is_explained() -> None:
     """Every field of a profile is named in the page."""
-    words = set(re.findall(r"`([a-z_.]+)`", PAGE.partition("## The file")[2]))
+    words = set(re.findall(r"`([a-z_.]+)`", PAGE.partition("## The profile file")[2]))
     words |= {part for word in words for part in word.split(".")}
     assert {field.name for field in msgspec.structs.fields(Profile)} <= words
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from launcher.simulate.load import read
+from lab.cluster.workload import Goal, PlannedFailure, Workload
+from lab.commands.simulate import read
 from runtime.settings.options import SettingsError
-from simulation.load.workload import Goal, PlannedFailure, Workload
 
 WORKERS = '[[workers]]\nrole = "prefill"\n[[workers]]\nrole = "decode"\n'
 TRAFFIC = "[[traffic]]\n"
@@ -57,7 +57,6 @@ NUMBERS: dict[str, str] = {
     "settle_s": "-1 86401 nan",
     "seed": f"-1 1.5 {HUGE} true",
     "hand_over_ms": "[1] [1,2,3] [-1,2] [2,1] [nan,1] 3",
-    "hand_over_ms_per_block": "-1 nan 3600001",
     "workers.count": "0 -1 4097 1.5 true '1'",
     "workers.prefill_tokens_per_s": "0 -1 1e10 nan inf",
     "workers.prefill_step_ms": "-1 nan 3600001",

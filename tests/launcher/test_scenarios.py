@@ -2,10 +2,10 @@
 
 import pytest
 
-from launcher.simulate.load import read, read_scenario
-from launcher.simulate.requirements import check
-from simulation.load.figures import figures
-from simulation.load.run import play
+from lab.cluster.figures import figures
+from lab.cluster.run import play
+from lab.commands.simulate import read, read_scenario
+from lab.scenarios.requirements import check
 from tools import scenarios
 from tools.scenarios import FOLDER, NAMES, SEEDS, Row, differences, page, pinned, play_seed, rows
 

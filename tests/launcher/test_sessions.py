@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from lab.cluster.run import Played, play
+from lab.scenarios.build import build
+from lab.scenarios.scenario import parse
 from launcher.bench.agents import dealt
 from launcher.load.tenants import LoadTenant
 from launcher.load.traces import read_sessions
-from launcher.simulate.build import build
-from launcher.simulate.scenario import parse
+from launcher.sessions import LoadSession, SessionTurn, in_turn, named, synthetic
 from proto.limits import HASH_BYTES
 from runtime.settings.options import SettingsError
-from simulation.load.run import Played, play
-from simulation.load.sessions import LoadSession, SessionTurn, in_turn, named, synthetic
 
 CSV = """session,turn,t_s,prompt_tokens,reused_tokens,output_tokens,think_s
 a,0,0,1000,0,50,0
@@ -28,12 +28,12 @@ def test_trace_gives_what_each_turn_adds(tmp_path: Path) -> None:
     """A session trace gives the tokens that each turn adds to the conversation before it."""
     file = tmp_path / "agents.csv"
     file.write_text(CSV)
-    first, second = read_sessions(str(file), 1.0, 2.0)
+    first, second = read_sessions(str(file))
     assert first.turns == (
-        SessionTurn(1000, 50), SessionTurn(250, 20, 9.0), SessionTurn(500, 5, 4.0, restarts=True), SessionTurn(1, 5, 4.0)
+        SessionTurn(1000, 50), SessionTurn(250, 20, 4.5), SessionTurn(500, 5, 2.0, restarts=True), SessionTurn(1, 5, 2.0)
     ), "a prompt that is shorter than what came before it adds one token at least"  # fmt: skip
     assert second.turns == (SessionTurn(400, 10),)
-    assert read_sessions(str(file), 0.1, 0.0)[0].turns[1] == SessionTurn(25, 2)
+    assert read_sessions(str(file), 0.1)[0].turns[1] == SessionTurn(25, 2, 4.5)
 
 
 def test_json_lines_group_by_session_id(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_json_lines_group_by_session_id(tmp_path: Path) -> None:
     file = tmp_path / "agents.jsonl"
     line = '{"session_id": "%s", "input_length": %d, "output_length": 7, "delay": 1500, "hash_ids": [1]}\n'
     file.write_text(line % ("x", 10) + "\n" + line % ("y", 5) + line % ("x", 3))
-    assert [session.turns for session in read_sessions(str(file), 1.0, 1.0)] == [
+    assert [session.turns for session in read_sessions(str(file))] == [
         (SessionTurn(10, 7, 1.5), SessionTurn(3, 7, 1.5)),
         (SessionTurn(5, 7, 1.5),),
     ]
@@ -63,7 +63,7 @@ def test_bad_session_trace_names_its_line(tmp_path: Path, name: str, text: str |
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(SettingsError, match="--trace: ") as raised:
-        read_sessions(str(tmp_path / name), 1.0, 1.0)
+        read_sessions(str(tmp_path / name))
     assert expected in str(raised.value)
 
 

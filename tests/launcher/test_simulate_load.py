@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from lab.commands import simulate as load
 from launcher.commands import as_listed, build_app
-from launcher.simulate import load
 from runtime.settings.command_line import invoke
 from tests.documents import ROOT
 
@@ -239,7 +239,7 @@ def test_too_many_requests_are_one_line(
     scenario: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Too many requests end the simulation with one line and status 1."""
-    from simulation.load import run
+    from lab.cluster import run
 
     monkeypatch.setattr(run, "REQUESTS_MAX", 30)
     assert simulate(scenario) == 1

@@ -11,6 +11,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from lab.commands import check as tune_check
+from lab.commands import show as tune_show
+from lab.commands import simulate as simulate_load
+from lab.commands.profiles.show import show as show_profile
 from launcher import config, tables
 from launcher.admin import explain_words, policy, status, tenants, usage
 from launcher.bench import agents as bench_agents
@@ -21,14 +25,10 @@ from launcher.bench import ratio as bench_ratio
 from launcher.cluster import check as cluster_check
 from launcher.load import show as load_show
 from launcher.models import commands as model_commands
-from launcher.simulate import load as simulate_load
 from launcher.tables import Table
-from launcher.tuning import check as tune_check
-from launcher.tuning import show as tune_show
-from launcher.tuning.profiles.show import show as show_profile
 from proto.policy import ArmStatus
+from tests.lab.profiles import GPU
 from tests.launcher import tables_shown as shown
-from tests.tuning.profiles import GPU
 
 ROOT = Path(__file__).parents[2]
 SHOWN: dict[str, Callable[[Console], Any]] = {
@@ -46,13 +46,13 @@ SHOWN: dict[str, Callable[[Console], Any]] = {
     ),
     "load.show": lambda c: load_show.show(shown.FIGURES, c),
     "admin.policy": lambda c: (policy.listed(shown.POLICIES).show(c), policy.compared(shown.POLICIES, None).show(c)),
-    "simulate.load": lambda c: simulate_load.show(shown.LOADED, c),
+    "lab.commands.simulate": lambda c: simulate_load.show(shown.LOADED, c),
     "admin.status": lambda c: (status.show(shown.REPORT, c), status.show(shown.REPORT, c, wide=True)),
     "admin.tenants": lambda c: tenants.show(shown.TENANTS, c),
     "admin.usage": lambda c: usage.show(shown.USAGE, c),
-    "tuning.profiles.show": lambda c: show_profile(GPU, c),
-    "tuning.check": lambda c: tune_check.show(shown.CHECKED, c),
-    "tuning.show": lambda c: (
+    "lab.commands.profiles.show": lambda c: show_profile(GPU, c),
+    "lab.commands.check": lambda c: tune_check.show(shown.CHECKED, c),
+    "lab.commands.show": lambda c: (
         tune_show._ranked(shown.RANKED, c),
         tune_show._by_workers(shown.TUNED, c),
         tune_show._what_if(shown.TUNED, c),
@@ -61,16 +61,16 @@ SHOWN: dict[str, Callable[[Console], Any]] = {
 
 
 def test_all_tables_use_the_helper() -> None:
-    """Every table of the launcher is made by the helper and tested here."""
+    """Every table of the launcher and the lab is made by the helper and tested here."""
     makers = set()
-    for path in sorted((ROOT / "launcher").rglob("*.py")):
+    for path in (path for package in ("launcher", "lab") for path in sorted((ROOT / package).rglob("*.py"))):
         if path.name in ("tables.py", "top.py"):  # top draws a whole screen again and again
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         assert not any(isinstance(n, ast.ImportFrom) and n.module == "rich.table" for n in ast.walk(tree)), path
         calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
         if {"tables.Table", "Table"} & set(calls):
-            makers.add(".".join(path.relative_to(ROOT / "launcher").with_suffix("").parts))
+            makers.add(".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("launcher."))
     assert makers == set(SHOWN)
 
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from rich.console import Console
 
+from lab.profile import Curve, DecodeCost, PrefillCost, Profile, ProfileCapacity, encoded
 from launcher.admin.keys import NewKeysSettings
 from launcher.admin.keys import run as make_keys
 from launcher.cluster import up
@@ -26,7 +27,6 @@ from launcher.cluster.settings import UpSettings
 from launcher.local import registry as here
 from launcher.local.ports import free_port
 from runtime.settings.options import SettingsError
-from tuning.profile import Curve, DecodeCost, PrefillCost, Profile, ProfileCapacity, encoded
 
 pytestmark = pytest.mark.cluster
 
@@ -89,7 +89,7 @@ def test_up_runs_an_autopilot(tmp_path: Path) -> None:
         done = call(tmp_path, "up", "--detach")
         assert done.returncode == 0, done.stderr
         commands = [" ".join(one.cmdline()) for one in children(tmp_path)]
-        assert len(commands) == 2 and any("launcher.admin.autopilot" in one for one in commands)
+        assert len(commands) == 2 and any("lab.commands.autopilot" in one for one in commands)
     finally:
         done = call(tmp_path, "down")
     assert done.returncode == 0

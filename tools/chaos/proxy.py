@@ -2,7 +2,7 @@
 
 A lost packet on a TCP connection delays everything behind it by a retransmission: so a chunk in twenty is held for 200 to 400
 ms more, and those behind it with it. Duplicated segments never reach a program, so there is nothing to make of them here;
-doubled frames are the simulation's (`simulation`, hostile seeds). A partition holds what is sent in one direction: nothing
+doubled frames are the simulation's (hostile seeds). A partition holds what is sent in one direction: nothing
 arrives, nobody is told, and what was not given up meanwhile arrives when it is over, as TCP would have it.
 """
 

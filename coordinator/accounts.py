@@ -58,15 +58,21 @@ class Goodput:
         self.by_class: dict[str, GoodputCounts] = {}
         self.policy = PolicyInForce()
         self.by_arm: dict[str, GoodputCounts] = {"active": GoodputCounts()}
-        """Counts by arm of requests that came since the policy, its trial or a rollout last changed."""
-        self._by_pool: dict[str, GoodputCounts] = {}  # counts since then for each revision of a model
+        """Counts by arm of requests that came since the policy or its trial last changed."""
         self._since = 0.0
+        self._by_pool: dict[str, GoodputCounts] = {}  # counts by revision since a rollout last changed
+        self._rolled_at = 0.0
 
     def put_in_force(self, policy: PolicyInForce, now: float) -> None:
         if policy != self.policy:
-            self.policy, self._since = policy, now
+            if policy.rollouts != self.policy.rollouts:
+                self._by_pool, self._rolled_at = {}, now
+            before, self.policy = self.policy, policy
+            if msgspec.structs.replace(before, rollouts=policy.rollouts) == policy:
+                return
+            self._since = now
             arms = ("active", "baseline", "candidate") if policy.trial else ("active",)
-            self.by_arm, self._by_pool = {arm: GoodputCounts() for arm in arms}, {}
+            self.by_arm = {arm: GoodputCounts() for arm in arms}
 
     def offered(self, pool: str, path: tuple[str, str, str]) -> None:
         self._of_class(path[0]).offered += 1
@@ -77,6 +83,7 @@ class Goodput:
         self._of_class(path[0]).count(took, target)
         if arrived >= self._since:
             self.by_arm[self.policy.arm(path[1])].count(took, target)
+        if arrived >= self._rolled_at:
             self.of_pool(pool).count(took, target)
 
     def forget_others(self, priority_classes: Container[str]) -> None:

@@ -15,7 +15,8 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from coordinator.policy_versions import PolicyError, PolicyInForce, Tables, Trial, Versions, check_tenants, tenants_of
-from coordinator.rollouts.plan import RolloutError, changed
+from coordinator.rollouts import plan
+from coordinator.rollouts.plan import RolloutError
 from proto.errors import CrossdockError
 from proto.policy import (
     ArmStatus,
@@ -148,7 +149,7 @@ class PolicyKeeper:
             )
 
         def change(versions: Versions) -> None:
-            versions.rollouts = changed(versions.rollouts, request, there)
+            versions.rollouts = plan.apply(versions.rollouts, request, there)
 
         self._put_in_force(*await self._change(change))
         _log.info("rollout", action=request.action.value, revision=request.revision, model=request.model)

@@ -87,7 +87,7 @@ class RolloutRequest(Message, frozen=True):
 
 
 class RevisionStatus(Struct, frozen=True, array_like=True):
-    """A revision with workers. Its requests are those since the coordinator started, or since a rollout or policy changed."""
+    """A revision with workers. Its requests are those since the coordinator started, or since a rollout changed."""
 
     model: Text
     revision: NameOrEmpty

@@ -38,7 +38,7 @@ class Rollout(msgspec.Struct, frozen=True):
 Rollouts = Mapping[str, Rollout]  # by model id
 
 
-def changed(rollouts: Rollouts, asked: RolloutRequest, there: Sequence[RevisionStatus]) -> dict[str, Rollout]:
+def apply(rollouts: Rollouts, asked: RolloutRequest, there: Sequence[RevisionStatus]) -> dict[str, Rollout]:
     """Returns the rollouts after a request. `there`: the revisions that have workers. Raises `RolloutError`."""
     model = asked.model or _only(asked, rollouts, there)
     known = {one.revision: one for one in there if one.model == model}

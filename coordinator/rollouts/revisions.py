@@ -1,4 +1,4 @@
-"""Which revision of a model a request gets. Pure.
+"""Chooses the revision of its model for each request. Pure.
 
 Workers of one revision are a pool of their own with a queue of its own, so no pair crosses revisions. A request stays in its
 pool through all attempts, so tokens of two revisions are never mixed.

@@ -14,7 +14,7 @@ from coordinator.events import Configured, PeerDown, PeerUp, Received
 from coordinator.policy_keeper import PolicyFile, PolicyKeeper
 from coordinator.policy_versions import PolicyInForce
 from coordinator.reporting import status
-from coordinator.rollouts.plan import Rollout, RolloutError, changed
+from coordinator.rollouts.plan import Rollout, RolloutError, apply
 from proto.errors import Interrupt, Reject
 from proto.messages import ClusterState, Finished, Hello, Message, Prefill, Rejected, Reserve, Role
 from proto.policy import PolicyAnswer, RevisionStatus, RolloutAction, RolloutAnswer, RolloutRequest
@@ -104,7 +104,7 @@ def test_streams_stay_on_their_revision(trial: str | None, stays: str) -> None:
     assert h.take(Reserve, 30)
 
 
-def test_new_coordinator_keeps_revisions_of_streams() -> None:
+def test_new_coordinator_keeps_revisions() -> None:
     """A coordinator that does not know a stream resumes it in the revision that its tokens came from, once that has workers."""
     h = side_by_side(Rollout("v2"))
     resumed = msgspec.structs.replace(submit("a", 13, attempt=2, resumed=3), pool=MODEL)
@@ -177,7 +177,7 @@ def test_gateways_hear_of_model_in_force() -> None:
     assert h.cluster_states()[-1] == ((), ())
 
 
-def test_revision_with_another_tokenizer_is_refused() -> None:
+def test_revision_with_other_tokenizer_is_refused() -> None:
     """Workers of a revision with another tokenizer or configuration are refused, and told what to do."""
     h = Harness()
     first = msgspec.structs.replace(worker_hello(Role.PREFILL, 10), fingerprint="model=a;tokenizer=1;revision=x")
@@ -220,11 +220,11 @@ START = RolloutRequest(RolloutAction.START, revision="v2", share=0.1)
 def test_rollout_starts_grows_and_ends() -> None:
     """A rollout grows by a further start, and ends with the new revision in force or the old one."""
     known = there("", "v2")
-    begun = changed({}, START, known)
-    grown = changed(begun, msgspec.structs.replace(START, share=0.5), known)
+    begun = apply({}, START, known)
+    grown = apply(begun, msgspec.structs.replace(START, share=0.5), known)
     assert grown == {MODEL: Rollout("", "v2", 0.5)}
-    assert changed(grown, RolloutRequest(RolloutAction.PROMOTE), known) == {MODEL: Rollout("v2")}
-    assert changed(grown, RolloutRequest(RolloutAction.ABORT), known) == {MODEL: Rollout("")}
+    assert apply(grown, RolloutRequest(RolloutAction.PROMOTE), known) == {MODEL: Rollout("v2")}
+    assert apply(grown, RolloutRequest(RolloutAction.ABORT), known) == {MODEL: Rollout("")}
 
 
 @pytest.mark.parametrize(
@@ -242,13 +242,13 @@ def test_rollout_starts_grows_and_ends() -> None:
 def test_impossible_rollout_is_refused(asked: RolloutRequest, known: Sequence[RevisionStatus], why: str) -> None:
     """A request of crossdock rollout that cannot be met is refused with its reason."""
     with pytest.raises(RolloutError, match=why):
-        changed({}, asked, known)
+        apply({}, asked, known)
 
 
 def test_second_trial_waits_for_first() -> None:
     """Only one revision of a model is on trial at a time."""
     with pytest.raises(RolloutError, match="promote or abort it first"):
-        changed({MODEL: Rollout("", "v3", 0.1)}, START, there("", "v2", "v3"))
+        apply({MODEL: Rollout("", "v3", 0.1)}, START, there("", "v2", "v3"))
 
 
 @pytest.mark.parametrize("durable", [True, False])

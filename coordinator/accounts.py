@@ -34,6 +34,7 @@ class GoodputCounts(msgspec.Struct, gc=False):
     kept: int = 0  # Finished within both targets. A class without targets keeps them always.
     ttft_ms: float = 0.0  # sum of the times to first token of finished requests
     tpot_ms: float = 0.0  # sum of their mean times per later token
+    failed: int = 0  # accepted, and ended by an error, a deadline or an overload; counted by pool alone
 
     def count(self, took: "Times", target: "Times") -> None:
         self.finished += 1
@@ -59,25 +60,38 @@ class Goodput:
         self.by_arm: dict[str, GoodputCounts] = {"active": GoodputCounts()}
         """Counts by arm of requests that came since the policy or its trial last changed."""
         self._since = 0.0
+        self._by_pool: dict[str, GoodputCounts] = {}  # counts by revision since a rollout last changed
+        self._rolled_at = 0.0
 
     def put_in_force(self, policy: PolicyInForce, now: float) -> None:
         if policy != self.policy:
-            self.policy, self._since = policy, now
+            if policy.rollouts != self.policy.rollouts:
+                self._by_pool, self._rolled_at = {}, now
+            before, self.policy = self.policy, policy
+            if msgspec.structs.replace(before, rollouts=policy.rollouts) == policy:
+                return
+            self._since = now
             arms = ("active", "baseline", "candidate") if policy.trial else ("active",)
             self.by_arm = {arm: GoodputCounts() for arm in arms}
 
-    def offered(self, path: tuple[str, str, str]) -> None:
+    def offered(self, pool: str, path: tuple[str, str, str]) -> None:
         self._of_class(path[0]).offered += 1
         self.by_arm[self.policy.arm(path[1])].offered += 1
+        self.of_pool(pool).offered += 1
 
-    def finished(self, path: tuple[str, str, str], took: Times, target: Times, arrived: float) -> None:
+    def finished(self, pool: str, path: tuple[str, str, str], took: Times, target: Times, arrived: float) -> None:
         self._of_class(path[0]).count(took, target)
         if arrived >= self._since:
             self.by_arm[self.policy.arm(path[1])].count(took, target)
+        if arrived >= self._rolled_at:
+            self.of_pool(pool).count(took, target)
 
     def forget_others(self, priority_classes: Container[str]) -> None:
         """Drop the counts of classes that a new tenants file lacks."""
         self.by_class = {name: counts for name, counts in self.by_class.items() if name in priority_classes}
+
+    def of_pool(self, pool: str) -> GoodputCounts:
+        return self._by_pool.get(pool) or self._by_pool.setdefault(pool, GoodputCounts())
 
     def _of_class(self, priority_class: str) -> GoodputCounts:
         return self.by_class.get(priority_class) or self.by_class.setdefault(priority_class, GoodputCounts())
@@ -193,7 +207,8 @@ class Accounts:
             first = request.first_token_at or now
             later = max(-(-output_tokens // request.submit.choices) - 1, 1)
             took = Times(1000 * (first - request.arrived), 1000 * (now - first) / later)
-            self.goodput.finished(request.path, took, Times(request.ttft_ms, request.tpot_ms), request.arrived)
+            target = Times(request.ttft_ms, request.tpot_ms)
+            self.goodput.finished(request.submit.model, request.path, took, target, request.arrived)
 
     def _ask(self, request: Request) -> Ask:
         submit = request.submit

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from coordinator.accounts import NotAdmitted
 from coordinator.events import Limits
 from coordinator.state import State
-from proto.compatible import mismatch
+from proto.compatible import mismatch, text_mismatch
 from proto.errors import Reject
 from proto.limits import MAX_MODELS
 from proto.messages import Hello, Role, Submit
@@ -41,6 +41,15 @@ def refusal(hello: Hello, pools: Mapping[str, Pool]) -> str | None:
         why = mismatch(there.name, there.fingerprint, size, hello.name, hello.fingerprint, hello.capacity.block_size)
         if why:
             return f"model {hello.model!r} is served here, and its workers must fit each other: {why}"
+    for other in pools.values():
+        there = next((worker.hello for worker in other.workers.values()), hello)
+        if there.model_id == hello.model_id and there.model != hello.model:
+            why = text_mismatch(there.name, there.fingerprint, hello.name, hello.fingerprint)
+            if why:
+                return (
+                    f"revisions of {hello.model_id!r} need the same config.json and tokenizer.json: {why}; serve this model"
+                    " under another --model-id"
+                )
     return None
 
 

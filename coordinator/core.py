@@ -97,6 +97,9 @@ class Core:
                 processes.on_down(state, incarnation, reason)
             case Configured():
                 state.accounts.configure(event, now)
+                if event.policy.rollouts != state.revisions.rollouts:
+                    state.revisions.rollouts = event.policy.rollouts
+                    state.send_gateways()
             case Tick():
                 pass
         if self.cluster.draining:

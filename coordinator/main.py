@@ -43,7 +43,7 @@ from proto import codec, limits
 from proto.drain import DrainAnswer, FlipAnswer
 from proto.errors import CancelReason, Reject, RemoteProtocolError
 from proto.messages import Cancel, ClusterState, Hello, Message, Rejected, Role, Submit
-from proto.policy import PolicyAnswer, PolicyRequest
+from proto.policy import PolicyAnswer, PolicyRequest, RolloutRequest
 from proto.status import StatusReport
 from runtime.link.failure_detector import FailureDetector
 from runtime.link.keys import keys_for
@@ -166,7 +166,9 @@ class Coordinator:
             policies = await self._configured(ends)
             if policies is None:
                 return 0 if stop.is_set() else 1
-            watching.append(watched(policies.serve(lambda: status.arms(self.core.state))))
+            state = self.core.state
+            figures = lambda: status.arms(state), lambda: status.revisions(state, clock.now())
+            watching.append(watched(policies.serve(*figures)))
             if self.tenants is not None:
                 watching.append(watched(self.tenants.watch(policies.file_changed)))
             address = await self.server.start(bind_within_s)
@@ -367,8 +369,9 @@ class Coordinator:
                 return
             if message.traced and self.attempts is None:
                 self.attempts = AttemptClock(self.core.cluster.requests)
-        if isinstance(message, PolicyRequest) and peer.hello.role is Role.OBSERVER and self.policies is not None:
-            self.policies.on_request(message, peer.send)
+        keeper = self.policies if peer.hello.role is Role.OBSERVER else None
+        if keeper is not None and isinstance(message, PolicyRequest | RolloutRequest):
+            keeper.on_request(message, peer.send)
             return
         self.driver.post(Received(peer.incarnation, message, blob))
 

@@ -1,11 +1,12 @@
-"""Reads and stores versions of the policy, and answers `crossdock policy`. The core is told what is in force by `Configured`.
+"""Reads and stores versions of the policy and rollouts, and answers `crossdock policy` and `crossdock rollout`. The core is
+told what is in force by `Configured`.
 
 A version is on disk before it is in force. Tables are checked on a thread, since ten thousand tenants take a while.
 """
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,14 +15,27 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from coordinator.policy_versions import PolicyError, PolicyInForce, Tables, Trial, Versions, check_tenants, tenants_of
+from coordinator.rollouts import plan
+from coordinator.rollouts.plan import RolloutError
 from proto.errors import CrossdockError
-from proto.policy import ArmStatus, PolicyAction, PolicyAnswer, PolicyRequest, PolicyVersion
+from proto.policy import (
+    ArmStatus,
+    PolicyAction,
+    PolicyAnswer,
+    PolicyRequest,
+    PolicyVersion,
+    RevisionStatus,
+    RolloutAction,
+    RolloutAnswer,
+    RolloutRequest,
+)
 from runtime.process import clock, log
 from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import Tenants, TenantsError, from_tables
 
 ASKED_MAX: Final = 8  # requests that wait while one is answered
-Answer = Callable[[PolicyAnswer], object]
+Request = PolicyRequest | RolloutRequest
+Answer = Callable[[PolicyAnswer | RolloutAnswer], object]
 _log = log.get("crossdock.policy")
 
 
@@ -81,7 +95,7 @@ class PolicyKeeper:
         # As they are read back from JSON.
         self._options: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(options))
         self._versions = Versions()
-        self._asked: asyncio.Queue[tuple[PolicyRequest, Answer] | None] = asyncio.Queue(ASKED_MAX)
+        self._asked: asyncio.Queue[tuple[Request, Answer] | None] = asyncio.Queue(ASKED_MAX)
         """None: the tenants file has changed."""
         self._file_changed = False
 
@@ -96,14 +110,16 @@ class PolicyKeeper:
         if not self._asked.full():
             self._asked.put_nowait(None)
 
-    def on_request(self, request: PolicyRequest, answer: Answer) -> None:
+    def on_request(self, request: Request, answer: Answer) -> None:
         try:
             self._asked.put_nowait((request, answer))
         except asyncio.QueueFull:
-            answer(PolicyAnswer("others are asked for at the same time; try again"))
+            answer(_refusal(request, "others are asked for at the same time; try again"))
 
-    async def serve(self, arms: Callable[[], tuple[ArmStatus, ...]]) -> None:
-        """Answer one request after another, until cancelled."""
+    async def serve(
+        self, arms: Callable[[], tuple[ArmStatus, ...]], revisions: Callable[[], tuple[RevisionStatus, ...]] = tuple
+    ) -> None:
+        """Answer one request after another, until cancelled. `arms`, `revisions`: their present figures."""
         while True:
             asked = await self._asked.get()
             if self._file_changed:
@@ -113,12 +129,30 @@ class PolicyKeeper:
                 continue
             request, answer = asked
             try:
+                if isinstance(request, RolloutRequest):
+                    await self._roll_out(request, revisions())
+                    answer(RolloutAnswer("", revisions()))
+                    continue
                 if request.action is not PolicyAction.LIST:
                     self._put_in_force(*await self._change(partial(self._apply, request)))
                     _log.info("policy", action=request.action.value, version=self._versions.active)
                 answer(self._report(request.number if request.action is PolicyAction.LIST else 0, arms()))
-            except (PolicyError, PolicyStoreError, TenantsError) as error:
-                answer(PolicyAnswer(str(error)[:500]))
+            except (PolicyError, PolicyStoreError, RolloutError, TenantsError) as error:
+                answer(_refusal(request, str(error)[:500]))
+
+    async def _roll_out(self, request: RolloutRequest, there: Sequence[RevisionStatus]) -> None:
+        if request.action is RolloutAction.STATUS:
+            return
+        if self._store is None:
+            raise RolloutError(
+                "this coordinator would forget the rollout when it ends: start it with --usage-db or --database"
+            )
+
+        def change(versions: Versions) -> None:
+            versions.rollouts = plan.apply(versions.rollouts, request, there)
+
+        self._put_in_force(*await self._change(change))
+        _log.info("rollout", action=request.action.value, revision=request.revision, model=request.model)
 
     async def _load_file(self) -> None:
         try:
@@ -209,3 +243,7 @@ class PolicyKeeper:
     def _write(self, versions: Versions) -> None:
         if self._store is not None:
             self._store.write(msgspec.json.encode(versions))
+
+
+def _refusal(request: Request, why: str) -> PolicyAnswer | RolloutAnswer:
+    return RolloutAnswer(why) if isinstance(request, RolloutRequest) else PolicyAnswer(why)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from xxhash import xxh64_intdigest
 
+from coordinator.rollouts.plan import Rollout
 from proto.errors import CrossdockError
 from proto.limits import MAX_POLICY_VERSIONS
 from runtime.tenancy.tenants import DEFAULT_TENANT, Tenants, from_tables, without_secrets
@@ -52,6 +53,7 @@ class PolicyInForce(msgspec.Struct, frozen=True):
     digest: str = ""
     trial: Trial | None = None
     trial_digest: str = ""
+    rollouts: dict[str, Rollout] = {}  # by model id
 
     def arm(self, organisation: str) -> str:
         """During a trial, the organisations that it leaves out are two arms, to show how far arms differ by chance."""
@@ -68,6 +70,7 @@ class Versions(msgspec.Struct):
     before: list[int] = []  # versions that were in force before, latest last
     trial: Trial | None = None
     file_digest: str = ""  # digest of the tenants file as it was last read
+    rollouts: dict[str, Rollout] = {}  # by model id; they are kept with the versions, and change by themselves
 
     def get(self, number: int) -> PolicyRevision:
         """Raises `PolicyError`."""
@@ -126,7 +129,7 @@ class Versions(msgspec.Struct):
     @property
     def in_force(self) -> PolicyInForce:
         trial_digest = self.get(self.trial.number).digest if self.trial is not None else ""
-        return PolicyInForce(self.active, self.get(self.active).digest, self.trial, trial_digest)
+        return PolicyInForce(self.active, self.get(self.active).digest, self.trial, trial_digest, self.rollouts)
 
     def _put_in_force(self, number: int) -> None:
         if self.active and self.active != number:

@@ -15,6 +15,7 @@ from proto.messages import Accepted, Cancel, Interrupted, Rejected, Submit, Wait
 from proto.progress import EndPrefix, EndSession
 from scheduler.lifecycle import ON_WORKERS, RequestState, Trigger
 from scheduler.request import Request
+from scheduler.workers.pool import Pool
 
 _STAYS = ("model", "tenant", "priority_class", "priority", "choices", "first_choice")
 _NOT_OFFERED = frozenset(
@@ -47,6 +48,8 @@ def fault_of_submit(state: State, incarnation: int, event: Received) -> str:
     known = state.cluster.requests.get(submit.request_id)
     if known is None or known.gateway_incarnation != incarnation or submit.attempt <= known.attempt:
         return ""
+    if state.revisions.is_of(known.submit.model, submit.model):
+        submit = msgspec.structs.replace(submit, model=known.submit.model)
     changed = _changed(known.submit, submit)
     return f"{', '.join(changed)} of {submit.request_id} changed with attempt {submit.attempt}" if changed else ""
 
@@ -73,6 +76,8 @@ def _changed(before: Submit, submit: Submit) -> list[str]:
 def on_submit(state: State, incarnation: int, event: Received) -> None:
     submit = event.message
     assert isinstance(submit, Submit)
+    submit = msgspec.structs.replace(submit, model=pool_for(state, submit, event.blob))
+    event = msgspec.structs.replace(event, message=submit)
     processes.end_orphan(state, submit.request_id)
     if submit.attempt <= (ended := state.last(submit.request_id).attempt):
         if submit.attempt == ended:
@@ -98,7 +103,7 @@ def on_submit(state: State, incarnation: int, event: Received) -> None:
         request = _new_request(state, incarnation, event)
         refusal = _reserve_and_admit(state, request)
     if is_first and (refusal is None or refusal.reason not in _NOT_OFFERED):
-        state.accounts.goodput.offered(state.accounts.path(submit))
+        state.accounts.goodput.offered(submit.model, state.accounts.path(submit))
     if refusal is not None:
         if known is not None:
             state.end(known, Trigger.FAIL, refusal.reason)
@@ -117,6 +122,20 @@ def on_submit(state: State, incarnation: int, event: Received) -> None:
     state.scheduler.submit(request, state.now)
     _accept(state, request)
     state.note_state(request, "submitted")
+
+
+def pool_for(state: State, submit: Submit, blob: bytes) -> str:
+    """The pool of workers that a request goes to: it stays with one revision of its model."""
+    known = state.cluster.requests.get(submit.request_id)
+    if known is not None:
+        return known.submit.model
+    if submit.pool:
+        return submit.pool
+
+    def can_serve(pool: Pool) -> bool:
+        return pool.servable() and admission.cannot_serve(submit, pool, state.limits, state.now) is None
+
+    return state.revisions.pool_for(submit, blob, can_serve, state.now)
 
 
 def _refusal(state: State, submit: Submit) -> NotAdmitted | None:

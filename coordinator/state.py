@@ -9,6 +9,7 @@ from coordinator.accounting.billing import Closed, Opened, Remembered
 from coordinator.accounts import Accounts
 from coordinator.events import Action, Limits, Send, StateChanged
 from coordinator.members import Members
+from coordinator.rollouts.revisions import Revisions
 from proto.errors import Interrupt, Reject, WaitReason
 from proto.messages import (
     ClusterState,
@@ -72,6 +73,7 @@ class State:
         self.scheduler = Scheduler(limits)
         self.cluster = self.scheduler.cluster
         self.members = Members(self.cluster.workers)
+        self.revisions = Revisions(self.cluster.pools)
         self.accounts = Accounts(limits, self.cluster)
         self.billing = self.accounts.billing
         self.counters = self.cluster.counters
@@ -95,7 +97,7 @@ class State:
 
     def send_gateways(self) -> None:
         """Tell all gateways which models can be served."""
-        summary = cluster_state(self.cluster.pools)
+        summary = cluster_state(self.revisions.pools_in_force())
         for incarnation in self.members.gateways():
             self.send(incarnation, summary)
 
@@ -117,6 +119,8 @@ class State:
         assert request.state in TERMINAL
         self.note_state(request, why)
         self.outcomes[request.state] += 1
+        if request.state not in (RequestState.FINISHED, RequestState.CANCELLED):
+            self.accounts.goodput.of_pool(request.submit.model).failed += 1
         self.alive[request.submit.model] -= 1
         self.remember(*request.key, request.submit.drained_attempts, request.suspicion)
         self.carry_out(self.scheduler.take_decisions())

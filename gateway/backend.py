@@ -206,7 +206,7 @@ class Backend:
         """Why a process may not deliver tokens here, or None."""
         if hello.role not in (Role.PREFILL, Role.DECODE):
             return "only workers deliver tokens to a gateway"
-        if hello.model not in self.models:
+        if hello.model_id not in self.models:
             return f"this gateway serves {', '.join(map(repr, self.models))}"
         return None
 
@@ -217,7 +217,8 @@ class Backend:
             if scores is not None:
                 scores.take(message)
         elif isinstance(message, Tokens):
-            self._driver.post(TokensReceived(message.items, peer.incarnation if peer.hello.role is Role.DECODE else 0))
+            decoder = peer.incarnation if peer.hello.role is Role.DECODE else 0
+            self._driver.post(TokensReceived(message.items, decoder, peer.hello.model))
         else:
             raise RemoteProtocolError(f"a worker may not send {type(message).__name__} to a gateway")
 
@@ -230,11 +231,12 @@ class Backend:
             self._driver.post(WorkerDown(peer.incarnation))
 
     def _know(self, hello: Hello) -> None:
-        kinds, kind = self._kinds.get(hello.model, set()), (hello.fingerprint, hello.numerics)
+        model = hello.model_id
+        kinds, kind = self._kinds.get(model, set()), (hello.fingerprint, hello.numerics)
         if kind not in kinds and len(kinds) < _KINDS_MAX:
             kinds.add(kind)
-            text = repr((version_of(), hello.model, sorted(kinds)))
-            self._fingerprints[hello.model] = f"fp_{blake2b(text.encode(), digest_size=6).hexdigest()}"
+            text = repr((version_of(), model, sorted(kinds)))
+            self._fingerprints[model] = f"fp_{blake2b(text.encode(), digest_size=6).hexdigest()}"
 
     def worker_down(self, peer: Peer) -> None:
         if self._worker_peers.get(peer.incarnation) is peer:

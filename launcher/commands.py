@@ -222,6 +222,31 @@ TABLE: Final[Table] = {
             ),
         },
     ),
+    "rollout": CommandGroup(
+        "Try another revision of a model on a part of the requests, then promote or abort it.",
+        {
+            "status": Command(
+                "Show the revisions of models, which requests each gets, and how these fare",
+                "launcher.rollout:RolloutStatusSettings",
+                "launcher.rollout:show_status",
+            ),
+            "start": Command(
+                "Send a part of the requests for a model to another revision",
+                "launcher.rollout:StartSettings",
+                "launcher.rollout:start",
+            ),
+            "promote": Command(
+                "Send all new requests to the revision on trial",
+                "launcher.rollout:RolloutPromoteSettings",
+                "launcher.rollout:promote",
+            ),
+            "abort": Command(
+                "Send no new requests to the revision on trial",
+                "launcher.rollout:AbortSettings",
+                "launcher.rollout:abort",
+            ),
+        },
+    ),
     "keys": CommandGroup(
         "Make the keys with which the processes of a cluster authenticate each other.",
         {

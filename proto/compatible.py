@@ -2,16 +2,17 @@
 
 A fingerprint names, in one readable string of fields, what must be equal:
 
-    model=llama 1f0c…;revision=9e21…;dtype=bfloat16;layers=32;kv_heads=8;head_dim=128;tensor_parallel=1;rope=…
+    model=llama 1f0c…;tokenizer=07ab…;revision=9e21…;dtype=bfloat16;layers=32;kv_heads=8;head_dim=128;tensor_parallel=1;rope=…
 
 Two fingerprints are compared as whole strings. The fields are for people: a refusal says which of them differ. Block sizes may
 differ, but one must be a multiple of the other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 _SHOWN_CHARS = 60
 _SHOWN_FIELDS = 3
+_OF_TEXT = ("model", "tokenizer")
 
 
 def join_fields(fields: Mapping[str, object]) -> str:
@@ -33,13 +34,25 @@ def mismatch(name: str, fingerprint: str, block_size: int, name2: str, fingerpri
     return "; ".join(found)
 
 
+def text_mismatch(name: str, fingerprint: str, name2: str, fingerprint2: str) -> str:
+    """Why two workers may not serve revisions of one model, whose text gateways encode and decode alike; empty if they may."""
+    one, other = _split(fingerprint), _split(fingerprint2)
+    return "; ".join(
+        _words(name, one, name2, other, [field for field in _OF_TEXT if one.get(field) != other.get(field)])
+    )
+
+
 def _differing(name: str, fingerprint: str, name2: str, fingerprint2: str) -> list[str]:
     one, other = _split(fingerprint), _split(fingerprint2)
     fields = [field for field in dict.fromkeys((*one, *other)) if one.get(field) != other.get(field)]
-    said = [f"{_shown(f)} is {_shown(one.get(f))} at {name} and {_shown(other.get(f))} at {name2}" for f in fields]
+    said = _words(name, one, name2, other, fields)
     if not said:
         return ["the fingerprints have their fields in different orders"]
     return said[:_SHOWN_FIELDS] + ([f"{len(said) - _SHOWN_FIELDS} more fields"] if len(said) > _SHOWN_FIELDS else [])
+
+
+def _words(name: str, one: Mapping[str, str], name2: str, other: Mapping[str, str], fields: Iterable[str]) -> list[str]:
+    return [f"{_shown(f)} is {_shown(one.get(f))} at {name} and {_shown(other.get(f))} at {name2}" for f in fields]
 
 
 def _split(fingerprint: str) -> dict[str, str]:

@@ -68,7 +68,7 @@ class Hello(Message, frozen=True):
     role: Role
     incarnation: Incarnation
     name: Name  # the name that people see, like `prefill-0`
-    model: Text = ""  # model id; empty where a role has none
+    model: Text = ""  # model id, of a worker with a revision MODEL@REVISION; empty where a role has none
     fingerprint: Text = ""  # digest of model, revision, dtype and KV shape (`proto.compatible`)
     address: Text = ""  # where others reach this process: a gateway's token port, a decode worker's KV port
     capacity: Capacity | None = None
@@ -84,6 +84,12 @@ class Hello(Message, frozen=True):
     process: NameOrEmpty = ""  # the mixed worker that this is one role of; empty: the process has no other
     hash_key: HashKey = b""
     """A gateway's key for block hashes. A new coordinator continues to use it, so that cached prefixes are still found."""
+    revision: NameOrEmpty = ""  # of the model that a worker serves
+
+    @property
+    def model_id(self) -> str:
+        """The name of the model that clients use."""
+        return self.model.removesuffix(f"@{self.revision}") if self.revision else self.model
 
 
 class Welcome(Message, frozen=True):
@@ -143,6 +149,9 @@ class Submit(Message, frozen=True):
     """The lowest goes first among the requests of its tenant and priority class, whatever the deadlines."""
     session: SessionName = b""
     traced: bool = False  # its gateway wants `AttemptTimes`
+    pool: Text = ""
+    """`Hello.model` of the workers that its tokens so far come from: it goes on there. Empty: the coordinator chooses one of
+    the model's revisions."""
 
 
 class Cancel(Message, frozen=True):

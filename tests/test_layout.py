@@ -22,6 +22,7 @@ FOLDERS_MAY_IMPORT = {
         "postgres": "accounting",
         "recovery": "reporting",
         "reporting": "accounting",
+        "rollouts": "accounting",
     },
     "scheduler": {
         "fairness": "",

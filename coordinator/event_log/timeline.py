@@ -22,6 +22,7 @@ from coordinator.event_log.reasons import (
 )
 from coordinator.events import Action, Event, Received, Send, StateChanged
 from coordinator.members import RunningFlip
+from coordinator.requests import pool_for
 from proto.messages import HandedOver, Rejected, Reserve, Step, Submit, Waits
 from proto.status import AutopilotReport
 from scheduler.decisions import Composed, Looked, Outcome, StepEnd, WatchedEvent
@@ -256,10 +257,10 @@ class Timeline:
         self._core, self._event, self._seen = core, event, 0
         core.cluster.watch = self._watch
         self._ends.clear()
-        message = event.message if isinstance(event, Received) else None
+        message, blob = (event.message, event.blob) if isinstance(event, Received) else (None, b"")
         if isinstance(message, Submit) and message.request_id == self.request_id:
             self._began = now if self._began is None else self._began
-            self._came = self._submitted(core, message, now - self._began)
+            self._came = self._submitted(core, message, blob, now - self._began)
         self._at_s = now - (now if self._began is None else self._began)
 
     def after(self, core: Core, event: Event, now: float, actions: list[Action]) -> None:
@@ -298,8 +299,8 @@ class Timeline:
 
     # --- what happens to it ---------------------------------------------------------------------------------------------
 
-    def _submitted(self, core: Core, submit: Submit, at_s: float) -> Submitted:
-        queue = core.cluster.queues.get(submit.model)
+    def _submitted(self, core: Core, submit: Submit, blob: bytes, at_s: float) -> Submitted:
+        queue = core.cluster.queues.get(pool_for(core.state, submit, blob))
         waiting = list(queue) if queue is not None else []
         priority_class, *_ = path = core.accounts.path(submit)
         own = sum(request.path == path for request in waiting)

@@ -30,13 +30,14 @@ def on_up(state: State, incarnation: int, hello: Hello) -> None:
         worker = worker_of(hello)
         state.scheduler.worker_up(worker, state.now)
         members.empty_pools.pop(hello.model, None)
+        state.revisions.joined(hello)
         _adopt(state, worker, hello)
         draining.on_worker_joined(state, worker, hello.hand_over_ms)
         flips.on_worker_joined(state, hello)
         state.cluster.refresh_eligibility(hello.model, state.now)
         state.send_gateways()
     elif hello.role is Role.GATEWAY:
-        state.send(incarnation, cluster_state(state.cluster.pools))
+        state.send(incarnation, cluster_state(state.revisions.pools_in_force()))
 
 
 def _count_restart(state: State, incarnation: int, hello: Hello) -> None:
@@ -173,6 +174,7 @@ def forget_models(state: State) -> None:
             empty[model] = state.now
             continue
         del state.cluster.pools[model], state.cluster.queues[model]
+        state.revisions.forget(model)
         state.members.autopilots.pop(model, None)
 
 

@@ -13,7 +13,7 @@ from coordinator.accounts import GoodputCounts
 from coordinator.state import State
 from proto.limits import MAX_CLASSES_SHOWN
 from proto.messages import Hello, Message, Role, StatusRequest
-from proto.policy import ArmStatus
+from proto.policy import ArmStatus, RevisionStatus
 from proto.status import (
     AutopilotReport,
     ClassStatus,
@@ -129,6 +129,41 @@ def arms(state: State) -> tuple[ArmStatus, ...]:
     return tuple(
         ArmStatus(arm, one.offered, one.finished, one.kept, one.ttft_ms, one.tpot_ms)
         for arm, one in state.accounts.goodput.by_arm.items()
+    )
+
+
+def revisions(state: State, now: float) -> tuple[RevisionStatus, ...]:
+    """Revisions that have workers, or had some within the last hour."""
+    return tuple(
+        _revision(state, model, revision, key, now)
+        for model, known in state.revisions.of.items()
+        for revision, key in known.items()
+    )
+
+
+def _revision(state: State, model: str, revision: str, key: str, now: float) -> RevisionStatus:
+    pool, counts = state.cluster.pools[key], state.accounts.goodput.of_pool(key)
+    rollout, is_in_force = state.revisions.rollouts.get(model), state.revisions.in_force(model) == key
+    on_trial = rollout is not None and rollout.trial == revision
+    prefill, decode = (sum(not one.draining for one in side.values()) for side in (pool.prefill, pool.decode))
+    return RevisionStatus(
+        model,
+        revision,
+        prefill,
+        decode,
+        is_in_force,
+        on_trial,
+        *(
+            (rollout.share, rollout.by_organisation, rollout.organisations)
+            if rollout and on_trial
+            else (0.0, False, ())
+        ),
+        state.alive[key],
+        pool.sessions.awaited(now),
+        counts.offered,
+        counts.finished,
+        counts.failed,
+        counts.ttft_ms,
     )
 
 

@@ -23,9 +23,9 @@ def model_fingerprint(
     weights: str = "float32",
     ranks: int = 1,
 ) -> str:
-    """The fields of `proto.compatible`: XXH3 of the configuration (`model`) and of the weight files (`revision`, with the
-    format that a worker keeps them in, if it is another), dtype and shape (layers, KV heads, size of a head) of the KV, and
-    the rotary embedding.
+    """The fields of `proto.compatible`: XXH3 of the configuration (`model`), of tokenizer.json and of the weight files
+    (`revision`, with the format that a worker keeps them in, if it is another), dtype and shape (layers, KV heads, size of a
+    head) of the KV, and the rotary embedding.
 
     Of each safetensors file: name, size, header, and 64 samples of 4 KiB spread over the data, so that a large model costs
     milliseconds. It tells models apart; it is no protection against a forger.
@@ -35,6 +35,7 @@ def model_fingerprint(
     return join_fields(
         {
             "model": f"{config.get('model_type', '')} {xxhash.xxh3_64_hexdigest(_json(kept).encode())}",
+            "tokenizer": _file_digest(folder / "tokenizer.json"),
             "revision": _weights_digest(folder) + ("" if weights == "float32" else f" {weights}"),
             "dtype": dtype,
             **dict(zip(("layers", "kv_heads", "head_dim"), shape, strict=True)),
@@ -46,6 +47,10 @@ def model_fingerprint(
 
 def _json(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=str)
+
+
+def _file_digest(path: Path) -> str:
+    return xxhash.xxh3_64_hexdigest(path.read_bytes()) if path.exists() else ""
 
 
 def _weights_digest(folder: Path) -> str:

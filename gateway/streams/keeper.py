@@ -59,9 +59,9 @@ class StreamKeeper:
     def handle(self, event: Event, now: float) -> list[Action]:
         self._out, self._now = [], now
         match event:
-            case TokensReceived(items, decoder):
+            case TokensReceived(items, decoder, pool):
                 for item in items:
-                    self._item(item, decoder, now)
+                    self._item(item, decoder, pool, now)
             case Open(work):
                 self._open(work, now)
             case Accepted(request_id, attempt, rates):
@@ -190,7 +190,7 @@ class StreamKeeper:
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
-    def _item(self, item: TokenItem, decoder: int, now: float) -> None:
+    def _item(self, item: TokenItem, decoder: int, pool: str, now: float) -> None:
         submission = self.submissions.get(item.request_id)
         choice = submission.choice_of(item) if submission is not None else None
         if submission is None or choice is None:
@@ -211,9 +211,10 @@ class StreamKeeper:
         if submission.liveness.heard(decoder, now):
             self._schedule(submission.stream)
         self._mark_running(submission)
+        submission.stay_in(pool)
         self._take(submission, choice, item, have - item.index)
         for later, its_decoder in submission.liveness.early.take(item.choice):
-            self._item(later, its_decoder, now)
+            self._item(later, its_decoder, pool, now)
 
     def _broken(self, submission: Submission, why: str, now: float) -> None:
         if submission.phase is StreamPhase.PENDING:

@@ -193,6 +193,11 @@ class Submission:
         """The tokens behind which an attempt goes on: several choices begin together."""
         return self.choices[0].tokens if len(self.choices) == 1 else []
 
+    def stay_in(self, pool: str) -> None:
+        """Have later attempts run on workers of the revision that the tokens so far come from."""
+        if pool != self.submit.pool:
+            self.submit = structs.replace(self.submit, pool=pool)
+
     def begin_next(self) -> None:
         """Make the next attempt's message. The blocks of the last attempt may still be where it ran."""
         last, work, tokens = self.submit, self.stream.work, self._delivered

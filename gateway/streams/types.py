@@ -102,6 +102,7 @@ class TokensReceived:
 
     items: tuple[TokenItem, ...]
     decoder: int  # The decode worker's incarnation; 0: they are first tokens, from a prefill worker
+    pool: str = ""  # `Hello.model` of the worker; empty: not known
 
 
 @dataclass(frozen=True)

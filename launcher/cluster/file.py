@@ -121,6 +121,9 @@ class Host(_Table):
     netns: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]*\z", max_length=64)] = ""
     """A network namespace of the machine that `crossdock cluster launch` runs on, instead of ssh."""
     coordinator: bool = False
+    model: Text = (
+        ""  # another revision's folder or ORG/NAME, for workers with `revision`; empty: that of the whole file
+    )
     gateways: Annotated[int, Field(ge=0, le=64)] = 0
     workers: Annotated[Ratio, BeforeValidator(_parse_ratio)] = Ratio(0, 0)
     gpus: list[Gpus] = []  # those of each worker, prefill first and mixed last; empty: CPU
@@ -221,13 +224,15 @@ def _absolute(content: dict[str, Any], folder: PurePath) -> dict[str, Any]:
         there = [role for role in ("coordinator", "gateway", "autopilot") if isinstance(table.get(role), dict)]
         return table | {role: of(table[role], PATH_OPTIONS) for role in there}
 
-    content = of(content, ("keys",))
-    if str(content.get("model", "")).startswith(("./", "../")):
-        content = of(content, ("model",))
-    content = of_roles(content)
+    def with_model(table: dict[str, Any]) -> dict[str, Any]:
+        return of(table, ("model",)) if str(table.get("model", "")).startswith(("./", "../")) else table
+
+    content = of_roles(with_model(of(content, ("keys",))))
     if isinstance(content.get("hosts"), dict):
         hosts = content["hosts"].items()
-        content["hosts"] = {name: of_roles(host) if isinstance(host, dict) else host for name, host in hosts}
+        content["hosts"] = {
+            name: of_roles(with_model(host)) if isinstance(host, dict) else host for name, host in hosts
+        }
     return content
 
 
@@ -269,6 +274,8 @@ def _hosts(file: ClusterFile) -> list[str]:
     apart = not all(is_loopback(host.address) for host in file.hosts.values())
     for name, host in file.hosts.items():
         workers = host.workers.total
+        if host.model and not file.model_id:
+            found.append(f"[hosts.{name}] model: needs model_id at the top, the name of all revisions for clients")
         if host.gpus and len(host.gpus) != workers:
             found.append(
                 f"[hosts.{name}] gpus: {len(host.gpus)} for {workers} workers; name one for each, or a list like [0, 1] for one"

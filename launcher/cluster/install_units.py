@@ -74,9 +74,10 @@ def verify(root: Path, paths: list[str]) -> None:
 def _model(at: ClusterHost) -> str:
     """Raises `SettingsError`."""
     host = at.file.hosts[at.host]
-    if not at.file.model and (host.gateways or host.workers.total):
+    model = host.model or at.file.model
+    if not model and (host.gateways or host.workers.total):
         raise SettingsError("FILE: model: units need a folder that they can read, like /srv/models/llama, or ORG/NAME")
-    return at.file.model or "none"
+    return model or "none"
 
 
 def _installed(at: ClusterHost) -> units.Installed:

@@ -100,9 +100,9 @@ def check(file: ClusterFile) -> dict[str, HostPlan]:
     port."""
     plans: dict[str, HostPlan] = {}
     problems: list[str] = []
-    for name in file.hosts:
+    for name, host in file.hosts.items():
         try:
-            plans[name] = plan_host(file, name, file.model or "the embedded model")
+            plans[name] = plan_host(file, name, host.model or file.model or "the embedded model")
         except ClusterError as error:
             problems += str(error).splitlines()
     problems = list(dict.fromkeys(problems)) or _collisions(file, plans)

@@ -108,7 +108,7 @@ def _plan(at: ClusterHost, console: Console) -> tuple[HostPlan, str]:
         if not (host.gateways or host.workers.total):
             return plan_host(file, at.host, "none"), ""
         with _naming_keys():
-            model = resolve.ready(file.model, file.model_id, console)
+            model = resolve.ready(host.model or file.model, file.model_id, console)
         return plan_host(file, at.host, str(model.path), model.model_id), model.model_id
     except ClusterError as error:
         raise SettingsError("\n".join(f"FILE: {line}" for line in str(error).splitlines())) from None

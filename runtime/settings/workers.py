@@ -26,7 +26,7 @@ class WorkerSettings(ClientSettings):
 
     section = "worker"
     panels: ClassVar[Panels] = {
-        "Model": "role model model_id max_model_len device dtype weights",
+        "Model": "role model model_id revision max_model_len device dtype weights",
         "Engine": "engine engine_python vllm_args",
         "Compute": "threads cpu_cores max_seqs step_tokens_max stall_share",
         "KV cache": "kv_gib gpu_memory_share prefix_cache kv_tier_gib kv_tier_folder",
@@ -37,6 +37,14 @@ class WorkerSettings(ClientSettings):
         description="The half of the work that this process does. mixed: both, in turn, over one copy of the weights. It"
         " registers as two workers, NAME-prefill and NAME-decode, that share its KV cache. crossdock flip changes the role of a"
         " running process."
+    )
+    revision: str = Field(
+        "",
+        max_length=64,
+        pattern=r"^[A-Za-z0-9_.-]*\z",
+        description="Name of the model's revision, like v2. Workers exchange KV within one revision only, and"
+        " crossdock rollout says which requests each gets. Give --model-id too, so that all revisions have one name for"
+        " clients. Its config.json and tokenizer.json must be those of the others.",
     )
     max_model_len: int = Field(
         0,
@@ -166,6 +174,11 @@ class WorkerSettings(ClientSettings):
         description="Scheduling niceness of what computes, and of the process's session if it is its own; a prefill worker"
         " sharing cores should be at 5 or more.",
     )
+
+    @property
+    def pool(self) -> str:
+        """The model id, with the revision: workers of one pool work together."""
+        return f"{self.served_model_id}@{self.revision}" if self.revision else self.served_model_id
 
     @property
     def kv_bytes(self) -> int:

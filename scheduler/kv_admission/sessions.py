@@ -201,6 +201,18 @@ class Sessions:
             self._drop(session)
         return [session.tail for session in ended]
 
+    def is_leased(self, submit: Submit, blob: bytes, now: float) -> bool:
+        """Whether a request is the next turn of a session whose KV is kept, and came in time."""
+        found = self._find(submit, blob)
+        return found is not None and self._is_awaited(found, now)
+
+    def awaited(self, now: float) -> int:
+        """How many sessions are kept whose next turn is not overdue. Leases of others end when their tenant comes again."""
+        return sum(self._is_awaited(one, now) for leases in self._leases_of.values() for one in leases)
+
+    def _is_awaited(self, session: Session, now: float) -> bool:
+        return session.leased and session.idle_since + self._tenants[session.tenant].patience_s() > now
+
     # --- what is kept ---------------------------------------------------------------------------------------------------
 
     def _find(self, submit: Submit, blob: bytes) -> Session | None:

@@ -13,10 +13,12 @@ from gateway.streams.types import (
     Noticed,
     Open,
     SendCancel,
+    SendSubmit,
+    TokensReceived,
     Why,
 )
 from proto.errors import CancelReason, FinishReason, Interrupt, Reject
-from proto.messages import Accepted, Cancel, Interrupted, Rejected
+from proto.messages import Accepted, Cancel, Interrupted, Rejected, TokenItem
 from proto.sampling import Sampling
 from tests.gateway.keeper_world import LIMITS, Bench, cancels, failures, submits, texts, work
 
@@ -131,6 +133,19 @@ def test_late_end_saves_the_resume() -> None:
     last = bench.tokens(1, 0, finish=FinishReason.STOP)
     assert last[-1] == Ended("r")
     assert cancels(last) == [("r", 1, CancelReason.STOP_STRING)]  # or the coordinator would wait for the resume
+
+
+def test_resumes_name_the_revision_of_tokens() -> None:
+    """Once a stream has tokens, each of its choices is resumed in the revision that they came from, and not before."""
+    bench = Bench()
+    bench.open(choices=2)
+    bench.interrupt()
+    assert [action.submit.pool for action in bench.wait() if isinstance(action, SendSubmit)] == [""]
+    for choice in (0, 1):
+        item = TokenItem("r", 2, choice, 0, (5,), None)
+        bench.do(TokensReceived((item,), 0, "m@v2"))
+    bench.interrupt(attempt=2)
+    assert [action.submit.pool for action in bench.wait() if isinstance(action, SendSubmit)] == ["m@v2", "m@v2"]
 
 
 def test_resumes_are_bounded_and_spaced() -> None:

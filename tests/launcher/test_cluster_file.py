@@ -260,6 +260,21 @@ def test_relative_paths_are_beside_the_file() -> None:
     assert read('model = "./m"\n' + FRONT).model == "/conf/m"
 
 
+def test_host_may_serve_another_revision() -> None:
+    """A host has a model of its own and its workers a revision, under the model id of all hosts."""
+    other = '[hosts.b]\naddress = "127.0.0.2"\nworkers = "1P1D"\nmodel = "./new"\n[hosts.b.worker]\nrevision = "v2"\n'
+    made = plans('model = "/srv/old"\nmodel_id = "m"\n' + FRONT + other)
+    found = {
+        (process.settings.model, process.settings.pool)
+        for plan in made.values()
+        for process in plan.processes
+        if isinstance(process.settings, WorkerSettings)
+    }
+    assert found == {("/srv/old", "m"), ("/conf/new", "m@v2")}
+    with pytest.raises(ClusterError, match=r"\[hosts.b\] model: needs model_id at the top"):
+        plans(FRONT + other)
+
+
 def test_several_hosts_may_have_a_coordinator() -> None:
     """With a database, each host with a coordinator runs one, and all processes get the addresses of all."""
     other = '[hosts.b]\naddress = "127.0.0.2"\ncoordinator = true\nworkers = "1P1D"\n'

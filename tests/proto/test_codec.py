@@ -104,6 +104,10 @@ SAMPLES: list[Message] = [
         "{}",
         True,
     ),
+    policy.RolloutRequest(policy.RolloutAction.START, "m", "v2", 0.1, True, ("acme",)),
+    policy.RolloutAnswer(
+        "", (policy.RevisionStatus("m", "v2", 1, 2, False, True, 0.1, True, ("acme",), 3, 4, 5, 6, 7, 8.0),)
+    ),
     status.AutopilotReport(
         status.AutopilotStatus(
             "m", "on", "1P3D", "2P2D", "long prompts", status.PredictionError(3, 0.1, None, 0.2, 0.05)

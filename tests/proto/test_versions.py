@@ -13,7 +13,7 @@ from proto.codec import ALL_MESSAGES, WITH_BLOB, decode, encode, to_frames
 from proto.errors import UNKNOWN_AS, CancelReason, FinishReason, Interrupt, Reject, RemoteProtocolError
 from proto.limits import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION
 from proto.messages import Accepted, Cancel, Hello, Interrupted, Message, Refused, Rejected, Role, Tokens, Welcome
-from proto.policy import PolicyAction
+from proto.policy import PolicyAction, RolloutAction
 from proto.versions import HelloPrefix, read, read_hello, version_refusal
 from tests.fuzz_frames import corpus, mutated
 from tests.proto.test_codec import blob_for, samples
@@ -89,8 +89,13 @@ def _enums(hint: Any) -> set[type[Enum]]:
 
 
 def test_enumerations_define_unknown_values() -> None:
-    """Each enumeration on the wire but role and policy action defines how an unknown value is read."""
-    assert {found for message in ALL_MESSAGES for found in _enums(message)} == {*UNKNOWN_AS, Role, PolicyAction}
+    """Each enumeration on the wire but those of roles and commands defines how an unknown value is read."""
+    assert {found for message in ALL_MESSAGES for found in _enums(message)} == {
+        *UNKNOWN_AS,
+        Role,
+        PolicyAction,
+        RolloutAction,
+    }
 
 
 def test_unknown_role_is_refused() -> None:

@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -43,7 +44,7 @@ from proto import codec, limits
 from proto.drain import DrainAnswer, FlipAnswer
 from proto.errors import CancelReason, Reject, RemoteProtocolError
 from proto.messages import Cancel, ClusterState, Hello, Message, Rejected, Role, Submit
-from proto.policy import PolicyAnswer, PolicyRequest, RolloutRequest
+from proto.policy import ArmStatus, PolicyAnswer, PolicyRequest, RevisionStatus, RolloutRequest
 from proto.status import StatusReport
 from runtime.link.failure_detector import FailureDetector
 from runtime.link.keys import keys_for
@@ -155,7 +156,7 @@ class Coordinator:
         """Serve until `stop`, a failure, or an absence. `bind_within_s`: how long a predecessor may take to let the port go."""
         watching: list[asyncio.Task[None]] = []
         lost = [self.lease.lost] if self.lease is not None else []
-        ends: list[asyncio.Task[object]] = [asyncio.create_task(end.wait()) for end in (self.failure, stop, *lost)]
+        ends: list[asyncio.Task[Any]] = [asyncio.create_task(end.wait()) for end in (self.failure, stop, *lost)]
         try:
             if self.recorder is not None:
                 self.recorder.open()
@@ -166,9 +167,7 @@ class Coordinator:
             policies = await self._configured(ends)
             if policies is None:
                 return 0 if stop.is_set() else 1
-            state = self.core.state
-            figures = lambda: status.arms(state), lambda: status.revisions(state, clock.now())
-            watching.append(watched(policies.serve(*figures)))
+            watching.append(watched(policies.serve(self._arms, self._revisions)))
             if self.tenants is not None:
                 watching.append(watched(self.tenants.watch(policies.file_changed)))
             address = await self.server.start(bind_within_s)
@@ -266,10 +265,16 @@ class Coordinator:
                 self._refuse_uncommitted()
             await asyncio.sleep(self.stall_detector.limit_s / 8)
 
-    async def _configured(self, ends: "list[asyncio.Task[object]]") -> PolicyKeeper | None:
+    def _arms(self) -> tuple[ArmStatus, ...]:
+        return status.arms(self.core.state)
+
+    def _revisions(self) -> tuple[RevisionStatus, ...]:
+        return status.revisions(self.core.state, clock.now())
+
+    async def _configured(self, ends: "list[asyncio.Task[Any]]") -> PolicyKeeper | None:
         """As `_configure`. None: one of `ends` came while the ledger's storage was waited for."""
         configuring = asyncio.create_task(self._configure())
-        await asyncio.wait([configuring, *ends], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((configuring, *ends), return_when=asyncio.FIRST_COMPLETED)
         if configuring.done():
             return configuring.result()
         await self._close_ledger([configuring, *ends])
@@ -317,7 +322,7 @@ class Coordinator:
         self.log.critical("usage cannot be written any more", error=str(error))
         self.failure.set()
 
-    async def _close_ledger(self, watching: "list[asyncio.Task[None]]", wait: bool = True) -> None:
+    async def _close_ledger(self, watching: "Iterable[asyncio.Task[Any]]", wait: bool = True) -> None:
         await cancelled(*watching)
         if self.ledger is not None:
             await self.ledger.close(wait)

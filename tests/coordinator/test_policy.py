@@ -15,7 +15,7 @@ from coordinator.policy_keeper import ASKED_MAX, PolicyFile, PolicyKeeper, Polic
 from coordinator.policy_versions import PolicyError, PolicyInForce, Trial, Versions, merged, tenants_of
 from proto.limits import MAX_POLICY_VERSIONS
 from proto.messages import Finished, Submit
-from proto.policy import ArmStatus, PolicyAction, PolicyAnswer, PolicyRequest
+from proto.policy import ArmStatus, PolicyAction, PolicyAnswer, PolicyRequest, RolloutAnswer
 from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import Tenants, parse, tables_of
 from tests.coordinator.test_draining import decoding
@@ -315,7 +315,7 @@ def test_waiting_policy_requests_are_bounded(tmp_path: Path) -> None:
 
     async def body() -> None:
         keeper = await Kept(tmp_path).start()
-        answers: list[PolicyAnswer] = []
+        answers: list[PolicyAnswer | RolloutAnswer] = []
         for _ in range(ASKED_MAX + 2):
             keeper.on_request(PolicyRequest(PolicyAction.LIST), answers.append)
         assert len(answers) == 2 and all("try again" in answer.refusal for answer in answers)

@@ -141,7 +141,9 @@ def test_cut_call_can_be_continued() -> None:
         cut = await client.responses.create(input="Weather?", max_output_tokens=len(ids), **asked)
         assert cut.status == "incomplete"
         calls = [item for item in cut.output if item.type == "function_call"]
-        results = [{"type": "function_call_output", "call_id": one.call_id, "output": "sunny"} for one in calls]
+        results: list[Any] = [
+            {"type": "function_call_output", "call_id": one.call_id, "output": "sunny"} for one in calls
+        ]
         for sent in ([*results, {"role": "user", "content": "Go on"}], *([results] if results else [])):
             await client.responses.create(input=sent, previous_response_id=cut.id, max_output_tokens=2, **asked)
             assert '"city": "Ro' in prompt_of(site) or '"city":"Ro' in prompt_of(site)

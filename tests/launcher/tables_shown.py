@@ -2,15 +2,16 @@
 
 from typing import Any
 
+from coordinator.event_log.felt import Felt, FeltRequest
 from coordinator.event_log.reasons import By, OtherTurn
-from coordinator.event_log.timeline import ChunkSent, Entry, Passed, Placed, RequestEnded, Submitted, Waited
+from coordinator.event_log.timeline import ChunkSent, Entry, Passed, Placed, RequestEnded, Submitted
 from launcher.bench import ratio as bench_ratio
 from launcher.cluster.plan import PlannedProcess
 from launcher.load.figures import LoadSlo, figures
 from launcher.load.records import RequestRecord
 from launcher.tables import Table
 from proto.messages import Role
-from proto.policy import ArmStatus, PolicyAnswer, PolicyVersion
+from proto.policy import ArmStatus, PolicyAnswer, PolicyVersion, RevisionStatus
 from proto.status import PairStatus, StatusReport, WorkerStatus
 from runtime.settings.roles import GatewaySettings
 from runtime.tenancy.tenants import parse
@@ -29,6 +30,11 @@ REPORT = StatusReport(
     ("gateway-0",), 4, {"decoding": 2}, {"finished": 9}, {"protocol_errors": 1},
     (PairStatus("prefill-0", "decode-0", "tcp", "shm: another host, user or namespace"),),
 )  # fmt: skip
+REVISIONS = [
+    RevisionStatus(f"meta-llama/Llama-3.{n}-70B", f"2026-11-2{n}", 99, 99, n == 0, n == 1, 0.25, True, (TENANT,), 99_999, 99_999,
+                   1_234_567, 1_230_000, 4_567, 1.5e9)
+    for n in range(2)
+]  # fmt: skip
 USAGE: list[dict[str, Any]] = [
     {
         "day": f"2026-11-{day}", "tenant": tenant, "requests": 1_234_567, "open": 1, "charged_tokens": 98_765_432_109,
@@ -55,7 +61,14 @@ TENANTS = parse(
 )
 _GATEWAY = GatewaySettings(name="gateway-on-node-0", model="/var/lib/" + "models/" * 4 + "tiny")
 PLANNED = [PlannedProcess("gateway", 0, _GATEWAY, {"OMP_NUM_THREADS": "1"}, (0, 1))] * 2
-WAITED = [Waited(9_876.543, 1_234.567, REQUEST, "interactive", TENANT, 123_456, "finished")] * 2
+FELT = Felt(0.0, 2)
+FELT.requests = FELT.unfinished = 1_234_567
+WORST = [
+    FeltRequest(REQUEST, TENANT, "interactive", 123_456, 1_234.567, 9_876.543, 9_876.543, 123.456, 9_876.5, "finished"),
+    FeltRequest(
+        REQUEST, TENANT, "interactive", 123_456, 1_234.567, 9_876.543, None, 0.0, 9_876.5, "rejected", "queue_full"
+    ),
+]
 STORY: list[Entry] = [
     Submitted(0.0, 1, "standard", TENANT, 123_456, 16, 2, 0),
     Passed(

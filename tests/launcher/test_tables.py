@@ -15,7 +15,7 @@ from lab.commands import check as tune_check
 from lab.commands import show as tune_show
 from lab.commands import simulate as simulate_load
 from lab.commands.profiles.show import show as show_profile
-from launcher import config, tables
+from launcher import config, rollout, tables
 from launcher.admin import explain_words, policy, status, tenants, usage
 from launcher.bench import agents as bench_agents
 from launcher.bench import compare as bench_compare
@@ -41,11 +41,12 @@ SHOWN: dict[str, Callable[[Console], Any]] = {
     "models.commands": lambda c: shown.model_table(model_commands.listed()).show(c),
     "cluster.check": lambda c: cluster_check._table("node-0 (10.0.0.1)", shown.PLANNED).show(c),
     "admin.explain_words": lambda c: (
-        explain_words.show_longest(shown.WAITED, 1234, c),
+        explain_words.show_felt(shown.FELT, shown.WORST, shown.WORST, "ttft", c),
         explain_words.show_timeline(shown.REQUEST, shown.STORY, c),
     ),
     "load.show": lambda c: load_show.show(shown.FIGURES, c),
     "admin.policy": lambda c: (policy.listed(shown.POLICIES).show(c), policy.compared(shown.POLICIES, None).show(c)),
+    "rollout": lambda c: rollout.revisions(shown.REVISIONS).show(c),
     "lab.commands.simulate": lambda c: simulate_load.show(shown.LOADED, c),
     "admin.status": lambda c: (status.show(shown.REPORT, c), status.show(shown.REPORT, c, wide=True)),
     "admin.tenants": lambda c: tenants.show(shown.TENANTS, c),

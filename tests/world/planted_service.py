@@ -43,7 +43,7 @@ def tokens_are_not_told_apart_by_index(m: pytest.MonkeyPatch) -> None:
     """A frame that comes twice is shown twice."""
     take = StreamKeeper._take
 
-    def item(self: StreamKeeper, item: TokenItem, decoder: int, now: float) -> None:
+    def item(self: StreamKeeper, item: TokenItem, decoder: int, pool: str, now: float) -> None:
         submission = self.submissions.get(item.request_id)
         if submission is None or submission.attempt != item.attempt or not submission.sent:
             return
@@ -51,6 +51,7 @@ def tokens_are_not_told_apart_by_index(m: pytest.MonkeyPatch) -> None:
         if not choice.done:
             submission.liveness.heard(decoder, now)
             self._mark_running(submission)
+            submission.stay_in(pool)
             take(self, submission, choice, item, 0)
 
     m.setattr(StreamKeeper, "_item", item)
@@ -61,11 +62,11 @@ def tokens_of_any_attempt_are_taken(m: pytest.MonkeyPatch) -> None:
     """What a fenced worker still says gets into the stream."""
     original = StreamKeeper._item
 
-    def item(self: StreamKeeper, item: TokenItem, decoder: int, now: float) -> None:
+    def item(self: StreamKeeper, item: TokenItem, decoder: int, pool: str, now: float) -> None:
         submission = self.submissions.get(item.request_id)
         if submission is not None:
             item = msgspec.structs.replace(item, attempt=submission.attempt)
-        original(self, item, decoder, now)
+        original(self, item, decoder, pool, now)
 
     m.setattr(StreamKeeper, "_item", item)
 

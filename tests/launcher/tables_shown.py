@@ -31,8 +31,8 @@ REPORT = StatusReport(
     (PairStatus("prefill-0", "decode-0", "tcp", "shm: another host, user or namespace"),),
 )  # fmt: skip
 REVISIONS = [
-    RevisionStatus(f"meta-llama/Llama-3.{n}-70B", f"2026-11-2{n}", 99, 99, n == 0, n == 1, 0.25, True, (TENANT,), 99_999, 99_999,
-                   1_234_567, 1_230_000, 4_567, 1.5e9)
+    RevisionStatus(f"meta-llama/Llama-3.{n}-70B", f"2026-11-2{n}", 99, 99, n == 0, n == 1, 0.25, True, (TENANT,), 99_999,
+                   99_999, 1_234_567, 1_230_000, 4_567, 1.5e9)
     for n in range(2)
 ]  # fmt: skip
 USAGE: list[dict[str, Any]] = [

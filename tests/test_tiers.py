@@ -21,8 +21,10 @@ case "$*" in
 esac
 """
 LINTERS = ["-m ruff check", "-m ruff format --check", "-m mypy"]
-PATHS = "-m pytest -q -m not cluster and not long tests/test_tiers.py"
-UNIT, CLUSTER = "-m pytest -q -m not cluster and not long -n logical", "-m pytest -q -m cluster and not long"
+TWO = "-m pytest -q -n logical --maxprocesses 2 --dist loadfile"
+PATHS = f"{TWO} -m not cluster and not long tests/test_tiers.py"
+UNIT, WITH_VLLM = "-m pytest -q -m not cluster and not long -n logical", "-m pytest -q -m cluster and not long"
+CLUSTER = f"{TWO} -m cluster and not long --ignore tests/vllm"
 INSTALL = "-m tools.vllm_environment"
 
 
@@ -46,7 +48,7 @@ def test_full_run_takes_all_tiers(tmp_path: Path) -> None:
     """A run without arguments takes linters, type checks, unit tests, those of paths again elsewhere, some with vLLM, then
     cluster tests."""
     status, called = steps(tmp_path)
-    paths, brief = f"elsewhere: {PATHS}", f"{CLUSTER} tests/vllm/"
+    paths, brief = f"elsewhere: {PATHS}", f"{WITH_VLLM} tests/vllm/"
     assert status == 0 and is_each(called, [*LINTERS, UNIT, paths, INSTALL, brief, CLUSTER]), called
 
 
@@ -62,13 +64,13 @@ def test_first_failing_step_ends_run(tmp_path: Path, fails: str, taken: int) -> 
 def test_unreachable_index_leaves_vllm_out(tmp_path: Path) -> None:
     """Cluster tests run though the environment with vLLM cannot be made."""
     status, called = steps(tmp_path, fails=INSTALL)
-    assert status == 0 and [called[-2], called[-1]] == [INSTALL, f"{CLUSTER} --ignore tests/vllm"], called
+    assert status == 0 and [called[-2], called[-1]] == [INSTALL, CLUSTER], called
 
 
 def test_vllm_tier_passes_arguments_on(tmp_path: Path) -> None:
     """Tests with vLLM run in the environment that is made for them, all of them unless some are named."""
     status, called = steps(tmp_path, "vllm", "tests/vllm", "-x")
-    assert status == 0 and called == [INSTALL, f"{CLUSTER} tests/vllm -x"], called
+    assert status == 0 and called == [INSTALL, f"{WITH_VLLM} tests/vllm -x"], called
 
 
 def test_unit_tier_passes_arguments_on(tmp_path: Path) -> None:

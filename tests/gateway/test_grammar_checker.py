@@ -217,7 +217,7 @@ def test_unsuited_tokenizers_are_said(capfd: pytest.CaptureFixture[str]) -> None
         assert "does not suit" in printed(capfd)
         async with site.client() as client:
             ready = await client.get("/ready")
-            assert ready.status_code == 200 and "does not suit" in ready.json()["warnings"][0]
+            assert ready.status_code == 200 and "does not suit" in "".join(ready.json()["warnings"])
             body = {
                 "model": MODEL,
                 "messages": [{"role": "user", "content": "a"}],

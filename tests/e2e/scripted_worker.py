@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from engine.engine import Engine, SeqChunk
+from engine.model import loader
 from runtime.process.exits import leave
 from runtime.settings.command_line import run_role
 from runtime.settings.workers import WorkerSettings
@@ -101,14 +102,14 @@ def _answer(prompt: bytes) -> list[int]:
 
 
 def run(settings: WorkerSettings) -> int:
-    load = process.load_engine  # type: ignore[attr-defined]
+    load = loader.load_engine
 
     def load_scripted(*arguments: Any, **options: Any) -> Engine:
         engine = load(*arguments, **options)
         engine.runner = ScriptedRunner(engine.pool, engine.info.vocab_size)  # type: ignore[assignment]
         return engine
 
-    process.load_engine = load_scripted  # type: ignore[attr-defined]
+    loader.load_engine = load_scripted
     return process.run_worker(settings)
 
 

@@ -84,8 +84,9 @@ install() { # EXTRA
 }
 
 pip_install() { # ARGUMENT...
-    logged .venv/install.log .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off \
-        --no-compile "$@" # what is imported is compiled then; the rest, most of it, never
+    # To serve, what is imported is compiled at the first start, and the rest, most of it, never.
+    [ "$extra" != serve ] || set -- --no-compile "$@"
+    logged .venv/install.log .venv/bin/python -m pip install --disable-pip-version-check --progress-bar off "$@"
 }
 
 logged() { # LOG COMMAND...: pip, with its words in the file, and how far it is on the terminal

@@ -97,9 +97,8 @@ def cannot_serve(submit: Submit, pool: Pool | None, limits: Limits, now: float) 
     total = submit.prompt_tokens + submit.sampling.max_tokens - submit.resumed_tokens
     if total - 1 > pool.context_tokens:  # the last token is drawn, and not computed on
         return NotAdmitted(Reject.TOO_LONG, f"{total} tokens in all; the context holds {pool.context_tokens}", 0.0)
-    if submit.attempt == 1 and not pool.could_ever_fit(
-        submit
-    ):  # a stream waits for the worker that held it to come back
+    # A stream that has run waits for the worker that held it to come back.
+    if submit.attempt == 1 and not pool.could_ever_fit(submit):
         return NotAdmitted(
             Reject.TOO_LARGE, f"the KV cache of {total} tokens x {submit.choices} fits no worker here", 0.0
         )

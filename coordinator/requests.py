@@ -45,6 +45,8 @@ def fault_of_submit(state: State, incarnation: int, event: Received) -> str:
         return f"{len(submit.block_hashes)} bytes are no whole number of block hashes"
     if submit.resumed_tokens >= submit.prompt_tokens:
         return f"{submit.resumed_tokens} resumed tokens of {submit.prompt_tokens} leave no prompt"
+    if submit.pool not in ("", submit.model) and not submit.pool.startswith(f"{submit.model}@"):
+        return f"pool {submit.pool!r} is no revision of {submit.model!r}"
     known = state.cluster.requests.get(submit.request_id)
     if known is None or known.gateway_incarnation != incarnation or submit.attempt <= known.attempt:
         return ""
@@ -76,8 +78,9 @@ def _changed(before: Submit, submit: Submit) -> list[str]:
 def on_submit(state: State, incarnation: int, event: Received) -> None:
     submit = event.message
     assert isinstance(submit, Submit)
-    submit = msgspec.structs.replace(submit, model=pool_for(state, submit, event.blob))
-    event = msgspec.structs.replace(event, message=submit)
+    if (pool := pool_for(state, submit, event.blob)) != submit.model:
+        submit = msgspec.structs.replace(submit, model=pool)
+        event = msgspec.structs.replace(event, message=submit)
     processes.end_orphan(state, submit.request_id)
     if submit.attempt <= (ended := state.last(submit.request_id).attempt):
         if submit.attempt == ended:

@@ -103,7 +103,10 @@ def _part(disposition: bytes) -> Part:
     if disposition.count(b";") > _PARAMETERS_MAX:
         raise bad_value(None, f"A part of the body has more than {_PARAMETERS_MAX} parameters.", "invalid_multipart")
     # RFC 7578 forbids `filename*=`, and the parser skips it. Clients with urllib3 1 write names so that are not ASCII.
-    kind, options = parse_options_header(disposition.replace(b"filename*=", b"encoded="))
+    before, found, after = disposition.partition(b"filename*=")
+    if found and not _in_quotes(before):
+        disposition = before + b"encoded=" + after
+    kind, options = parse_options_header(disposition)
     name, filename = options.get(b"name"), options.get(b"filename")
     charset, _, encoded = options.get(b"encoded", b"").partition(b"'")
     if charset.lower() == b"utf-8":
@@ -111,6 +114,11 @@ def _part(disposition: bytes) -> Part:
     if kind != b"form-data" or name is None:
         raise bad_value(None, "A part of the body has no name.", "invalid_multipart")
     return Part(_text(name), None if filename is None else _text(filename))
+
+
+def _in_quotes(before: bytes) -> bool:
+    """Whether what follows `before` is inside a quoted string."""
+    return before.replace(b"\\\\", b"").replace(b'\\"', b"").count(b'"') % 2 == 1
 
 
 def _text(value: bytes) -> str:

@@ -116,6 +116,14 @@ def test_new_coordinator_keeps_revisions() -> None:
     assert pool_of(h, "c") == NEW, "it has no tokens yet"
 
 
+def test_pool_of_another_model_is_misbehaviour() -> None:
+    """A request cannot reach the workers of another model by naming them as its pool."""
+    h = side_by_side()
+    for pool in ("other", f"{MODEL}x@v2", "other@v2"):
+        h.receive(1, msgspec.structs.replace(submit("a"), pool=pool))
+    assert len(h.protocol_violation) == 3 and not h.core.cluster.requests
+
+
 def test_sessions_stay_until_their_lease_ends() -> None:
     """After a promotion, next turns go to the revision that keeps their KV while they are expected, and others do not."""
     h = side_by_side(Rollout("", "v2", 0.0))

@@ -28,6 +28,8 @@ _ERROR_CHARS_MAX: Final = 4096
 _NOT_FOR_USERS: Final = re.compile(r"<|[ \t]*\d+ \| ")
 _PLACE: Final = re.compile(r"^at \d+\(\d+\): ")
 _START_TOKENS_MAX: Final = 64
+_CHOICES_TRIED: Final = 3
+_DEAD_END: Final = "NoExtensionBias"  # llguidance's word
 _CACHED_MAX: Final = 128
 _CACHED_CHARS_MAX: Final = 1 << 20  # of all grammars that are kept compiled
 
@@ -111,6 +113,12 @@ class Matcher:
         self._matcher.consume_token(token)
 
     @property
+    def fault(self) -> str:
+        """The limit that the grammar exceeds here; empty: none, though it may be that no token continues the answer."""
+        error = _short(self._matcher.get_error()) if self._matcher.is_error() else ""
+        return "" if error == _DEAD_END else error
+
+    @property
     def is_complete(self) -> bool:
         """Whether the answer may end here."""
         return self._matcher.is_accepting()
@@ -118,15 +126,20 @@ class Matcher:
 
 def can_begin(matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer, vocab_size: int) -> bool:
     """Returns whether an answer can begin: from the start, tokens are allowed until there is a choice of tokens. This check is
-    needed because a regular expression that matches nothing still compiles."""
+    needed because a regular expression that matches nothing still compiles. Goes on for a few tokens more, since some
+    grammars exceed the limits only there; raises `GrammarError` if so."""
     start = Matcher(matcher.deep_copy(), tokenizer, vocab_size)
     logits = np.zeros(vocab_size, np.float32)
+    choices = 0
     for _ in range(_START_TOKENS_MAX):
         allowed = np.flatnonzero(np.isfinite(start.mask(logits)))
-        if len(allowed) != 1 or start.is_complete:
-            return len(allowed) > 0
-        start.accept(int(allowed[0]))
-    return True
+        if start.fault:
+            raise GrammarError(start.fault)
+        choices += len(allowed) != 1 or start.is_complete
+        if not len(allowed) or choices > _CHOICES_TRIED:
+            break
+        start.accept(int(allowed[-1]))
+    return len(allowed) > 0 or choices > 1
 
 
 def _short(error: str) -> str:

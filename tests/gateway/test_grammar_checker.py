@@ -75,6 +75,18 @@ def test_grammar_verdicts_are_remembered() -> None:
     with_checker(test)
 
 
+def test_grammar_beyond_limits_is_refused() -> None:
+    """A regular expression that exceeds the limits behind its first characters is refused before an answer begins; one that
+    cannot go on behind some of them is not."""
+
+    async def test(checker: GrammarChecker) -> None:
+        assert "too many expressions" in await refusal(checker, "a", f"start: /{'(a|b|ab)*' * 200}/")
+        assert await refusal(checker, "a", r"start: /a|b[^\s\S]/") == ""
+        assert await refusal(checker, "a", r"start: /b|a[^\s\S]/") == ""
+
+    with_checker(test)
+
+
 def test_slow_grammar_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar that takes too much CPU time is refused, and others are served meanwhile."""
     monkeypatch.setattr(module, "_COMMAND", (module.sys.executable, "-c", SPIN))  # type: ignore[attr-defined]

@@ -92,7 +92,7 @@ def test_unfinished_form_is_incomplete() -> None:
         ("filename*=utf-8''%ff%zz", "\ufffd%zz"),
         ("filename*=undefined''x", None),
         ('filename=""', ""),
-        ('filename="a; filename*=utf-8\'\'b"', "a; filename*=utf-8''b"),
+        ("filename=\"a; filename*=utf-8''b\"", "a; filename*=utf-8''b"),
         ('filename="\\"filename*=x"', '"filename*=x'),
         ("x=y", None),
     ],

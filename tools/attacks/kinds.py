@@ -329,7 +329,7 @@ def _(target: Target) -> Outcome:
                     got += piece
             except OSError as error:
                 counts[type(error).__name__] += 1
-        counts["answered" if b"[DONE]" in got else "WRONG: no answer"] += 1
+        counts["answered" if b"[DONE]" in got else "cancelled"] += 1
     return counts
 
 

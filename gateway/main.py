@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 _CLOSE_TIMEOUT_S = 5
 _SWITCH_S = 0.0005
-"""How long a thread that tokenizes or parses may keep the event loop from running. The interpreter's default of 5 ms would pass for
-each read of each connection."""
+"""How long a thread that tokenizes or parses may keep the event loop waiting. With the interpreter's default of 5 ms, the loop
+would wait so long at each read of each connection."""
 
 
 class GatewayProcess:

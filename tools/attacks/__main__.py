@@ -182,8 +182,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/attacks",
         description=f"{__doc__} Status 1 if the event loop of gateway or coordinator stands still for more than"
-        f" {STALL_MS_MAX:.0f} ms of CPU time, a stream's gap is longer and more than {GAP_RATIO_MAX:g} times its longest alone, a"
-        " process ends or a request of others fails.",
+        f" {STALL_MS_MAX:.0f} ms of CPU time, a stream's gap is longer and more than {GAP_RATIO_MAX:g} times its longest alone,"
+        " a process ends or a request of others fails.",
     )
     parser.add_argument(
         "--only", action="append", metavar="NAME", help="attacks whose name has this in it; may be repeated"

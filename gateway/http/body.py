@@ -17,6 +17,7 @@ from gateway.shares import FairShare
 
 OPEN_PROMPTS_MAX: Final = 4096  # being read or answered at once; a request counts as one until it is read
 BODIES_BYTES_MAX: Final = 256 << 20  # Bytes of all bodies that are read or prepared at once
+_LARGE_BYTES: Final = 1 << 20
 
 
 class Slots:
@@ -51,6 +52,7 @@ class Intake:
         self.client_timeout_s = client_timeout_s
         self._slots = FairShare(OPEN_PROMPTS_MAX, tenant_requests_max)
         self._bytes = FairShare(BODIES_BYTES_MAX)
+        self._joining = asyncio.Lock()
 
     @property
     def idle(self) -> bool:
@@ -89,7 +91,10 @@ class Intake:
                         raise _no_room(self._bytes, len(part))
                     held += len(part)
                     parts.append(part)
-            parts[:] = [b"".join(parts)]
+            async with self._joining:
+                parts[:] = [b"".join(parts)]
+                if held >= _LARGE_BYTES:  # copied in milliseconds: one in each turn of the event loop
+                    await asyncio.sleep(0)
             yield parts.pop()  # and keep none: the caller may be done with it before it leaves
         except TimeoutError:
             raise ApiError(408, "The body took too long to arrive.", code="request_timeout") from None

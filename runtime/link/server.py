@@ -50,6 +50,7 @@ __all__ = ["CannotBind", "LinkServer", "LinkSettings", "OnMessage", "Peer", "is_
 
 PROBE_AFTER_S = 0.02
 TURN_MESSAGES = 64  # read before the rest of the process gets its turn
+TURN_LOSSES = 16
 
 _log = log.get("crossdock.link")
 
@@ -290,9 +291,11 @@ class LinkServer:
                     peer.heard_at = now
                 self._probe_all()
             elif counts:
-                for peer in list(self.peers.values()):
-                    if failure_detector.is_lost(peer.heard_at, now):
-                        self.drop(peer, f"{SILENT} for {now - peer.heard_at:.1f} s")
+                silent = [peer for peer in self.peers.values() if failure_detector.is_lost(peer.heard_at, now)]
+                for count, peer in enumerate(silent, 1):
+                    self.drop(peer, f"{SILENT} for {now - peer.heard_at:.1f} s")
+                    if count % TURN_LOSSES == 0:
+                        await asyncio.sleep(0)
 
 
 def _descriptor(frame: zmq.Frame) -> int:

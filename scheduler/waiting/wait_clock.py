@@ -54,12 +54,13 @@ class WaitClock:
     def since(self, mark: WaitMark, path: Path, now: float) -> Waits:
         """Returns what a request of this tenant has waited for since then."""
         cold_s, no_room_s = self._seconds(mark.key, now)
-        cold_s, no_room_s = cold_s - mark.cold_s, no_room_s - mark.no_room_s
+        # Sums of the same times in another order differ by their rounding.
+        cold_s, no_room_s = max(cold_s - mark.cold_s, 0.0), max(no_room_s - mark.no_room_s, 0.0)
         own, every = self._tokens[path] - mark.own_tokens, self._all_tokens - mark.all_tokens
         if not every:  # it waited for a step in flight, or for one worker: take who has been served so far
             own, every = self._tokens[path], self._all_tokens
         left_ms = max(1000 * (now - mark.at - cold_s - no_room_s), 0.0)
-        own_ms = left_ms * own / every if every else left_ms
+        own_ms = left_ms * (own / every) if every else left_ms  # the quotient first: the product is at most `left_ms`
         return Waits(own_ms, left_ms - own_ms, 1000 * no_room_s, 1000 * cold_s)
 
     def _seconds(self, key: int, now: float) -> tuple[float, float]:

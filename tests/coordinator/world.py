@@ -20,7 +20,7 @@ from coordinator.events import (
     StateChanged,
     Tick,
 )
-from proto.codec import pack_tokens
+from proto.codec import decode, pack_tokens, to_frames
 from proto.errors import CancelReason, Interrupt
 from proto.limits import PROTOCOL_VERSION
 from proto.messages import (
@@ -122,6 +122,7 @@ class Harness:
         for action in actions:
             match action:
                 case Send():
+                    decode(to_frames(action.message, action.blob))  # a value out of its range would end the link
                     self.sent.append(action)
                 case StateChanged(request_id, _, state, _) if state in TERMINAL:
                     self.ended[request_id].append(state)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from proto.codec import decode, to_frames
 from proto.messages import Bye, Hello, Message, Welcome
 from tests.world.world import SimulatedProcess, World
 
@@ -62,6 +63,7 @@ class Wire:
     def send(self, side: int, message: Message, blob: bytes = b"") -> None:
         if self.closed[side] or self.hole[side]:
             return
+        message, blob = decode(to_frames(message, blob))  # as on a socket: a value out of its range ends the link
         hostility, random = self.network.hostility, self.network.world.random
         if hostility is not None and not isinstance(message, Hello | Welcome):
             chance = random.random()

@@ -181,13 +181,13 @@ def test_removed_tenants_are_forgotten() -> None:
     text = "[tenants.a]\nlimits = { tokens_per_day = 1_000 }\n[tenants.a.users.x]\n[tenants.b.users.y]\n[tenants.c]\n"
     w = world(text)
     for tenant in ("a/x", "b/y", "c"):
-        w.receive(1, by(tenant, tenant, 10, max_tokens=9))
-    for tenant in ("a/x", "b/y"):
-        w.run_prompt(tenant)
-    w.receive(20, Finished("b/y", 1, 9, 0))
+        w.receive(1, by(tenant, tenant.replace("/", "."), 10, max_tokens=9))
+    for request_id in ("a.x", "b.y"):
+        w.run_prompt(request_id)
+    w.receive(20, Finished("b.y", 1, 9, 0))
     w.post(Configured(parse("[tenants.c]\n"), 0.0))
     assert known(w) == {"a", "a/x", "c"}
-    w.receive(20, Finished("a/x", 1, 9, 0))
+    w.receive(20, Finished("a.x", 1, 9, 0))
     w.post(Configured(parse("[tenants.c]\n"), 0.0))
     assert known(w) == {"a", "c"}, "what it used of its day counts if it comes back"
     w.post(Configured(parse("[tenants.c]\n[tenants.a]\nlimits = { tokens_per_day = 20 }\n"), 0.0))

@@ -150,8 +150,8 @@ def test_requests_wait_for_worker_restart(role: Role) -> None:
     lost, again = (10, 11) if role is Role.PREFILL else (20, 21)
     h.post(PeerDown(lost, "killed"))
     h.receive(1, submit("waits"))
-    h.receive(1, submit("too long", 4000, max_tokens=98))
-    h.receive(1, submit("too large", 2000, max_tokens=2000))
+    h.receive(1, submit("too-long", 4000, max_tokens=98))
+    h.receive(1, submit("too-large", 2000, max_tokens=2000))
     assert [m.request_id for m in h.take(Accepted) if isinstance(m, Accepted)] == ["waits"]
     reasons = [m.reason for m in h.take(Rejected) if isinstance(m, Rejected)]
     assert reasons == [Reject.TOO_LONG, Reject.TOO_LARGE], "the lost worker stands for the next one"

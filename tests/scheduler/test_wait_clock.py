@@ -22,6 +22,8 @@ def test_parts_of_a_wait_fit_the_wire(seed: int, tenants: int) -> None:
         closed = [key for key in range(2) if rng.random() < 0.3]
         clock.advance(now, cold=rng.random() < 0.1, full=rng.random() < 0.2, closed=closed)
         marks.append((clock.mark(path, rng.randrange(2), now), path, now))
+        if len(marks) < 8:
+            continue
         mark, path, began = marks.pop(rng.randrange(len(marks)))
         waits = clock.since(mark, path, now)
         decode([encode(WaitReport("r", 1, waits))])

@@ -102,6 +102,7 @@ def attack_all(frames: int, seed: int, say: Callable[[str], None]) -> list[Outco
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_models.make("llama", Path(folder) / "tiny-llama")
         with parts(model, kind=Parts) as up:
+            up.hears_garbage = True
             for role in ("coordinator", "gateway", "prefill_worker", "decode_worker"):
                 up.start(role, "--log-level", "error")
             up.wait_registered(2)

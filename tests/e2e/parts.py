@@ -126,3 +126,4 @@ def parts(
         yield cluster
     finally:
         cluster.stop()
+    cluster.check_links()

@@ -88,6 +88,7 @@ def gateway_protocol_errors(cluster: Live) -> int:
 
 def test_cluster_survives_garbage_frames(cluster: Live) -> None:
     """Ten thousand garbage frames per port are counted and leave streams, processes and memory unharmed."""
+    cluster.hears_garbage = True
     expected = cluster.token_ids([30, 31, 32], 40, ignore_eos=True)
     pids = sorted(p.pid for members in cluster.processes().values() for p in members)
     ports = {"coordinator": cluster.coordinator, "gateway": cluster.tokens}

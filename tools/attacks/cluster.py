@@ -51,6 +51,8 @@ class Measured:
 class Probed(Parts):
     """`begin`, then `watch` in a task; `begin_window` and `end_window` around what is measured."""
 
+    hears_garbage = True
+
     def begin(self, folder: Path) -> None:
         self.folder = folder
         self.tokens, self.kv = (f"tcp://127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2))

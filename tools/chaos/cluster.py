@@ -297,6 +297,13 @@ class Cluster:
             if not member.hurt and member.process is not None and (status := member.process.poll()) is not None:
                 raise Violation(f"{member.name} ended by itself with status {status}; {self.home}/{member.slot}.log")
 
+    def check_links(self) -> None:
+        """A message that its receiver refuses ends a link, which heals, so that no client might notice."""
+        for log in self.home.glob("*.log"):
+            if (at := (said := log.read_text(errors="replace")).find('"protocol error"')) >= 0:
+                line = said[said.rfind("\n", 0, at) + 1 :].partition("\n")[0]
+                raise Violation(f"{log}: {line[:500]}")
+
     async def until(self, what: str, condition: Callable[[], bool], timeout_s: float = START_S) -> float:
         """Waits for `condition()`; returns the seconds it took. Processes cannot tell us of it, so they are polled."""
         begun = time.monotonic()

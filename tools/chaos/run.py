@@ -237,6 +237,7 @@ class Run:
             await asyncio.wait(healing)
         await asyncio.wait(clients, timeout=QUIET_S, return_when="FIRST_EXCEPTION")
         await self.check(clients)
+        self.cluster.check_links()
 
     async def check(self, clients: list[asyncio.Task[None]]) -> None:
         """Raises the exception with which a client or a process ended, and `Violation` once something is wrong."""

@@ -12,7 +12,7 @@ from scheduler.waiting.wait_clock import WaitClock
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("tenants", [1, 3])
 def test_parts_of_a_wait_fit_the_wire(seed: int, tenants: int) -> None:
-    """Whatever the times, a gateway can read the parts of a wait, and their sum is the wait; with one tenant no other counts."""
+    """A gateway can read the parts of any wait, and they add up to it; with one tenant, other tenants have no part."""
     rng, clock, now = random.Random(seed), WaitClock(), 0.0
     marks = []
     for _ in range(400):

@@ -1,7 +1,7 @@
 """Responses kept in PostgreSQL (`--database`), so that `previous_response_id` works at any gateway and after restarts.
 
 Only the tenant of a response can find it. Over the bound of all, or over a quarter of it for an organisation, the tenants that
-hold most lose their oldest responses. What gateways write at the same time may go over the bounds, until the next write.
+hold most lose their oldest responses. Writes at the same time may go over the bounds, until the next one.
 
 Threads talk to the database. After it has failed, one call at a time tries it again, and the others fail at once.
 """
@@ -105,7 +105,7 @@ class ResponseTable:
             return db.execute(query, (tenant, response_id), binary=True).fetchone()
 
         row = await self._found(tenant, work) if _may_be(response_id) else None
-        return None if row is None else KeptResponse(*row, until=math.inf)
+        return None if row is None else KeptResponse(row[0], row[1], math.inf)
 
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Raises `ApiError` (503) where the database fails."""

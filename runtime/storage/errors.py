@@ -1,10 +1,10 @@
-"""What files and databases raise."""
+"""Errors of files and databases."""
 
 from proto.errors import CrossdockError
 
 
 class StorageError(CrossdockError):
-    """What is stored cannot be opened, read or written; `str()` says why."""
+    """A file or database cannot be opened, read or written; `str()` says why."""
 
 
 class StorageUnavailable(StorageError):

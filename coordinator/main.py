@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from coordinator.accounting.billing import Closed, Opened, Past
-from coordinator.accounting.ledger import Ledger, LedgerError, UsageStore
+from coordinator.accounting.ledger import Ledger, UsageStore
 from coordinator.accounting.quota import DAY_S
 from coordinator.accounting.sqlite_store import SqliteStore
 from coordinator.core import Core
@@ -58,6 +58,7 @@ from runtime.process.exits import ConfigError
 from runtime.process.version import version_of
 from runtime.settings import machine
 from runtime.settings.roles import CoordinatorSettings
+from runtime.storage.errors import StorageError
 from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import Tenants, TenantsError
 from scheduler.lifecycle import TERMINAL
@@ -175,7 +176,7 @@ class Coordinator:
             await self._close_ledger(watching)
             option = "--tenants" if isinstance(error, TenantsError) else self._storage_option
             raise ConfigError(f"{option}: {error}") from error
-        except (CannotBind, LedgerError) as error:
+        except (CannotBind, StorageError) as error:
             await self._close_ledger(watching)
             if isinstance(error, CannotBind):
                 machine.check_listening("--bind", error)
@@ -281,7 +282,7 @@ class Coordinator:
         return None
 
     async def _configure(self) -> PolicyKeeper:
-        """Tell the core who its tenants are and what they used, before anyone joins. Raises `TenantsError`, `LedgerError`,
+        """Tell the core who its tenants are and what they used, before anyone joins. Raises `TenantsError`, `StorageError`,
         `PolicyStoreError`."""
         settings = self.settings
         if settings.tenants:
@@ -318,7 +319,7 @@ class Coordinator:
         for send in self.outbox.committed(request_ids):
             self._send(send)
 
-    def _ledger_failed(self, error: LedgerError) -> None:
+    def _ledger_failed(self, error: StorageError) -> None:
         self.log.critical("usage cannot be written any more", error=str(error))
         self.failure.set()
 
@@ -338,7 +339,7 @@ class Coordinator:
             self.outbox.opened(entry.request_id)
         try:
             self.ledger.write(entry)
-        except LedgerError as error:
+        except StorageError as error:
             self._ledger_failed(error)
 
     def _up(self, peer: Peer) -> None:

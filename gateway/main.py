@@ -40,11 +40,13 @@ from runtime.process.exits import ConfigError
 from runtime.settings import machine
 from runtime.settings.addresses import advertised, host_of, in_url
 from runtime.settings.roles import BATCHES_OFF, GatewaySettings
+from runtime.storage.errors import StorageError
 from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import TenantsError, open_tenants
 
 if TYPE_CHECKING:
     from gateway.jwt_tenants import JwtTenants
+    from gateway.response_table import ResponseTable
     from gateway.tracing.export import SpanExport
 
 _CLOSE_TIMEOUT_S = 5
@@ -169,6 +171,7 @@ class GatewayProcess:
             trusted_proxies=self.settings.trusted_proxies,
             metrics_page=self.observed.page if self.settings.api_metrics else None,
             responses=ResponseStore(keep_s=self.settings.responses_keep_s),
+            response_table=_open_response_table(self.settings),
         )
         waiting.begin()
         await coordinator.start()
@@ -182,6 +185,8 @@ class GatewayProcess:
             watching.append(watched(tenants.watch(keys.replace)))
         if token_tenants:
             watching.append(watched(token_tenants.watch()))
+        if gateway.response_table:
+            watching.append(watched(gateway.response_table.run()))
         if batches:
             of_batches = BatchMetrics(self.metrics.registry)
             watching.append(watched(BatchRunner(gateway, batches, of_batches, self.settings.batch_lines_max).run()))
@@ -280,6 +285,20 @@ def _open_traces(settings: GatewaySettings, name: str) -> "SpanExport | None":
     except ImportError as error:
         raise ConfigError(f"--otlp-endpoint: needs the extra crossdock[tracing]: {error}") from error
     return SpanExport(endpoint, name)
+
+
+def _open_response_table(settings: GatewaySettings) -> "ResponseTable | None":
+    """Raises `ConfigError`."""
+    if not settings.database or not settings.responses_keep_s:
+        return None
+    try:
+        from gateway.response_table import ResponseTable  # it needs an extra
+
+        return ResponseTable(settings.database, keep_s=settings.responses_keep_s)
+    except ImportError as error:
+        raise ConfigError(f"--database: needs psycopg 3; install crossdock[postgresql] ({error})") from None
+    except StorageError as error:
+        raise ConfigError(f"--database: {error}") from None
 
 
 async def _read_token_keys(settings: GatewaySettings, metrics: GatewayMetrics) -> "JwtTenants":

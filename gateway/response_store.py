@@ -10,7 +10,12 @@ from typing import Final
 
 from gateway.shares import FairShare
 
+BYTES_MAX: Final = 64 << 20
 COST_BYTES_MIN: Final = 16 << 10  # of each response, which bounds their number
+
+
+def cost_bytes(items: bytes, response: bytes) -> int:
+    return max(len(items) + len(response), COST_BYTES_MIN)
 
 
 @dataclass(frozen=True)
@@ -21,11 +26,11 @@ class KeptResponse:
 
     @property
     def cost_bytes(self) -> int:
-        return max(len(self.items) + len(self.response), COST_BYTES_MIN)
+        return cost_bytes(self.items, self.response)
 
 
 class ResponseStore:
-    def __init__(self, *, keep_s: float, bytes_max: int = 64 << 20) -> None:
+    def __init__(self, *, keep_s: float, bytes_max: int = BYTES_MAX) -> None:
         """`keep_s` 0: nothing is kept."""
         self.keep_s = keep_s
         self.share = FairShare(bytes_max, bytes_max // 4)

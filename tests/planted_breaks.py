@@ -93,13 +93,13 @@ BREAKS: Final[dict[str, Break]] = {
     ),
     "tests/coordinator/test_ledger.py::test_locked_ledger_is_waited_for": Break(
         "coordinator/accounting/sqlite_store.py",
-        "(StorageUnavailable if _may_pass(error) else LedgerError)",
-        "LedgerError",
+        "(StorageUnavailable if _may_pass(error) else StorageError)",
+        "StorageError",
     ),
     "tests/coordinator/test_leader_lock.py::test_locked_ledger_delays_the_start": Break(
         "coordinator/accounting/sqlite_store.py",
-        "(StorageUnavailable if is_passing(error) else LedgerError)",
-        "LedgerError",
+        "(StorageUnavailable if is_passing(error) else StorageError)",
+        "StorageError",
     ),
     "tests/runtime/test_database_option.py::test_bad_database_option_is_refused": Break(
         "runtime/settings/addresses.py", "if parts.password or any(", "if any("

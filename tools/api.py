@@ -105,7 +105,9 @@ _ENDPOINTS: Final[tuple[tuple[str, str, type[BaseModel], Mapping[str, tuple[Any,
     ("POST /v1/chat/completions", "Answers a conversation.", ChatRequest, NEUTRAL_ONLY),
     (
         "POST /v1/responses",
-        "Answers a conversation, and keeps it for a while in the memory of the gateway that answered (`--responses-keep-s`).",
+        "Answers a conversation, and keeps it for a while (`--responses-keep-s`): in the memory of the gateway that answered,"
+        " or in [a database](high-availability.md) of all gateways (`--database`). While that does not answer, no response is"
+        " kept, and `previous_response_id` and GET get 503 with `Retry-After`.",
         responses_types.ResponsesRequest,
         responses_types.NEUTRAL_ONLY,
     ),

@@ -40,8 +40,8 @@ from typing import Final, Protocol, TypeVar
 
 from coordinator.accounting.billing import Entry, Opened, Past
 from coordinator.accounting.quota import DAY_S
-from proto.errors import CrossdockError
 from runtime.process import clock, log, notify
+from runtime.storage.errors import StorageError, StorageUnavailable
 
 T = TypeVar("T")
 QUEUE_MAX: Final = 1 << 16
@@ -53,16 +53,8 @@ LATE_S: Final = 2.0  # new requests are refused while an entry has waited for so
 CLOSE_S: Final = 15.0  # how long a process that ends waits for its storage
 
 
-class LedgerError(CrossdockError):
-    """The ledger cannot be opened or written; `str()` has the name of its store."""
-
-
-class StorageUnavailable(LedgerError):
-    """The store does not answer, or not now: another try may succeed."""
-
-
 class UsageStore(Protocol):
-    """Where the rows are. Used on the ledger's thread alone. Methods raise `LedgerError`."""
+    """Where the rows are. Used on the ledger's thread alone. Methods raise `StorageError`."""
 
     name: str  # in messages
 
@@ -90,7 +82,7 @@ class Ledger:
         store: UsageStore,
         *,
         on_committed: Callable[[list[str]], None],
-        on_failed: Callable[[LedgerError], None],
+        on_failed: Callable[[StorageError], None],
         keep_days: int = 0,
     ) -> None:
         """`keep_days`: after which closed rows are deleted; 0: never."""
@@ -109,7 +101,7 @@ class Ledger:
 
     async def start(self, today: int) -> Past:
         """Open the store, and read what it says of `today` and of open requests. Waits for storage that does not answer;
-        `close` ends that. Raises `LedgerError`."""
+        `close` ends that. Raises `StorageError`."""
         loop = asyncio.get_running_loop()
         past: Future[Past] = Future()
         self._thread = threading.Thread(target=self._run, args=(loop, past, today), name="ledger", daemon=True)
@@ -131,11 +123,11 @@ class Ledger:
         return f"storage: the usage ledger could not be written for {late_s:.0f} s ({self._failure or 'no answer yet'})"
 
     def write(self, entry: Entry) -> None:
-        """Raises `LedgerError` where the queue is full, which refusing requests while `behind` prevents."""
+        """Raises `StorageError` where the queue is full, which refusing requests while `behind` prevents."""
         try:
             self._entries.put_nowait((clock.now(), entry))
         except queue.Full:
-            raise LedgerError(f"{self._store.name}: {QUEUE_MAX} entries wait to be written") from None
+            raise StorageError(f"{self._store.name}: {QUEUE_MAX} entries wait to be written") from None
 
     async def close(self, wait: bool = True) -> None:
         """Write what is queued, and let the store go. `wait` False: give up what is not written yet."""
@@ -174,9 +166,9 @@ class Ledger:
             while self._write_batch(loop):
                 self._prune_if_due()
         except BaseException as error:  # noqa: BLE001 - a thread that ends in silence holds back every message for ever
-            expected = isinstance(error, OSError | LedgerError)
+            expected = isinstance(error, OSError | StorageError)
             why = str(error) if expected else f"{type(error).__name__}: {error}"
-            failure = LedgerError(f"{self._store.name}: {why}")
+            failure = StorageError(f"{self._store.name}: {why}")
             if not past.done():
                 past.set_exception(failure)
             elif not self._gives_up:
@@ -221,7 +213,7 @@ class Ledger:
             self._oldest_at, entries = written[0][0], [entry for _, entry in written]
             while not self._commit(entries):
                 if self._ends.wait(RETRY_S) and (self._gives_up or clock.now() - self._oldest_at > CLOSE_S):
-                    raise LedgerError(self._failure)
+                    raise StorageError(self._failure)
             self._oldest_at = inf
             opened = [entry.request_id for entry in entries if isinstance(entry, Opened)]
             if opened:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from coordinator.accounting.billing import Entry, Past
-from coordinator.accounting.ledger import RETRY_S, LedgerError, StorageUnavailable
+from coordinator.accounting.ledger import RETRY_S
 from coordinator.accounting.past import OPEN_MAX, RECENT_MAX, RECENT_S, day_text, past_of
 from coordinator.accounting.statements import (
     LAST_MINUTE,
@@ -31,6 +31,7 @@ from coordinator.accounting.statements import (
 )
 from runtime.process import clock
 from runtime.process.exits import is_passing
+from runtime.storage.errors import StorageError, StorageUnavailable
 from runtime.storage.private_file import make_private
 
 _MEND: Final = f"""
@@ -67,13 +68,13 @@ class SqliteStore:
         return self._connection
 
     def open(self) -> None:
-        """Raises `LedgerError`, or `OSError`."""
+        """Raises `StorageError`, or `OSError`."""
         make_private(self.path)
         try:
             self._connection = sqlite3.connect(self.path, timeout=RETRY_S, isolation_level=None)
             _prepare(self._connection)
         except sqlite3.Error as error:
-            raise (StorageUnavailable if is_passing(error) else LedgerError)(str(error)) from error
+            raise (StorageUnavailable if is_passing(error) else StorageError)(str(error)) from error
 
     def read(self, today: int) -> tuple[Past, int]:
         try:
@@ -126,8 +127,8 @@ def _text_or_bytes(raw: bytes) -> str | bytes:
         return raw
 
 
-def _failure(error: sqlite3.Error) -> LedgerError:
-    return (StorageUnavailable if _may_pass(error) else LedgerError)(str(error))
+def _failure(error: sqlite3.Error) -> StorageError:
+    return (StorageUnavailable if _may_pass(error) else StorageError)(str(error))
 
 
 def _may_pass(error: sqlite3.Error) -> bool:
@@ -140,7 +141,7 @@ def _may_pass(error: sqlite3.Error) -> bool:
 def _prepare(db: sqlite3.Connection) -> None:
     version = db.execute("PRAGMA user_version").fetchone()[0]
     if version not in (0, VERSION):
-        raise LedgerError(f"it is of version {version}, this program writes version {VERSION}")
+        raise StorageError(f"it is of version {version}, this program writes version {VERSION}")
     db.execute("PRAGMA journal_mode = WAL")
     db.execute("PRAGMA synchronous = NORMAL")
     db.executescript(SCHEMA + _TRIGGERS)

@@ -6,36 +6,29 @@ these locks. So when it reads the ledger, everything that earlier leaders wrote 
 change no key of the row; so they do not wait for the ledger's transactions, nor these for them.
 
 **Bounded waits.** A host that stands still or is cut off may hold its lock for hours. So a new leader first ends
-the sessions of the term before. The server ends statements that are too slow. A timer shuts the connection down when no answer
-comes, for which libpq has no limit.
+the sessions of the term before.
 """
 
-import os
 import re
-import socket
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final
 
 import psycopg
-from psycopg.types.numeric import Int8Dumper
 
 from coordinator.accounting.billing import Entry, Past
-from coordinator.accounting.ledger import LedgerError, StorageUnavailable
 from coordinator.accounting.past import OPEN_MAX, RECENT_MAX, RECENT_S, day_text, past_of
 from coordinator.accounting.statements import LAST_MINUTE, OF_DAY, PRUNE, READ_OPEN, SCHEMA, VERSION, statement_of
 from coordinator.policy_keeper import PolicyStoreError
 from coordinator.postgres.lease import LeaseRow
 from runtime.process import clock
+from runtime.storage.errors import StorageError
+from runtime.storage.postgres import PostgresSession, prepare
 
-CONNECT_S: Final = 2  # the least that libpq takes
 LEASE_ANSWER_S: Final = 1.0
 ANSWER_S: Final = 10.0
 ROWS_MAX: Final = 512  # in one transaction, which the next leader may wait for
-_READ_ONLY: Final = "25006"  # SQLSTATE, as after a failover
-_SESSION: Final = "-c search_path=crossdock -c statement_timeout=8s -c lock_timeout=1s"
 _END_SESSIONS: Final = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 WHERE application_name = %s AND usename = current_user AND datname = current_database()
@@ -47,7 +40,6 @@ _DIALECT: Final = {
     "REAL": "DOUBLE PRECISION",
     " WITHOUT ROWID": "",
 }
-_PREPARE_LOCK: Final = 0x63726F73  # coordinators that start at the same time create the tables one after the other
 _TABLES: Final = (
     """
     CREATE TABLE lease (
@@ -87,6 +79,7 @@ _TABLES: Final = (
     CREATE TRIGGER usage_totals AFTER INSERT OR DELETE OR UPDATE OF charged_tokens ON usage
         FOR EACH ROW EXECUTE FUNCTION add_to_totals()
     """,
+    f"INSERT INTO lease VALUES (0, 0, '', {VERSION})",
 )
 
 
@@ -97,93 +90,17 @@ def translated(statement: str) -> str:
     return re.sub(r":(\w+)", r"%(\1)s", statement)
 
 
-def _session_name(term: int | None) -> str:
-    return "crossdock" if term is None else f"crossdock term {term}"
+def _name(term: int) -> str:
+    return f"crossdock term {term}"
 
 
-class PostgresSession:
-    """One connection, which is made when it is needed, and again after an error."""
-
-    def __init__(self, url: str, answer_s: float, term: int | None = None) -> None:
-        """`term`: a transaction fails if this is not the term of the lease until its end. Raises `LedgerError` where the URL
-        is not one of libpq."""
-        try:
-            given = psycopg.conninfo.conninfo_to_dict(url)
-        except psycopg.Error as error:
-            raise LedgerError(str(error)) from None
-        self.name = f"postgresql://{given.get('host', '')}/{given.get('dbname', '')}"
-        self._parameters: dict[str, Any] = {
-            "connect_timeout": CONNECT_S,
-            "tcp_user_timeout": int(1000 * answer_s),
-            "keepalives_idle": 1,
-            "keepalives_interval": 1,
-            "keepalives_count": 3,
-            **given,
-            "application_name": _session_name(term),
-            "options": f"{given.get('options', '')} {_SESSION}",
-        }
-        self._answer_s, self._term = answer_s, term
-        self._connection: psycopg.Connection | None = None
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def transaction(self) -> Iterator[psycopg.Connection]:
-        """Statements are sent without waiting for each other's results. Raises `StorageUnavailable` if another try may succeed,
-        otherwise `LedgerError`."""
-        with self._lock:
-            try:
-                connection = self._connect()
-                with self._bounded(connection), connection.pipeline(), connection.transaction():
-                    if self._term is not None:
-                        connection.execute("SELECT check_term(%s)", (self._term,))
-                    yield connection
-            except psycopg.Error as error:
-                self._close()
-                raise _failure(error) from error
-
-    def close(self) -> None:
-        with self._lock:
-            self._close()
-
-    def _connect(self) -> psycopg.Connection:
-        if self._connection is None:
-            self._connection = psycopg.connect(**self._parameters, autocommit=True)
-            self._connection.adapters.register_dumper(int, Int8Dumper)  # sums of smaller types would overflow
-        return self._connection
-
-    def _close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    @contextmanager
-    def _bounded(self, connection: psycopg.Connection) -> Iterator[None]:
-        timer = threading.Timer(self._answer_s, _shut_down, (connection,))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-
-def _shut_down(connection: psycopg.Connection) -> None:
-    """Wake the thread that waits for an answer of this connection."""
-    try:
-        with socket.socket(fileno=os.dup(connection.fileno())) as copy:
-            copy.shutdown(socket.SHUT_RDWR)
-    except (OSError, psycopg.Error):
-        pass  # it has just been closed
-
-
-def _failure(error: psycopg.Error) -> LedgerError:
-    why = str(error).partition("\n")[0] or type(error).__name__
-    passing = isinstance(error, psycopg.OperationalError | psycopg.InterfaceError) or error.sqlstate == _READ_ONLY
-    return (StorageUnavailable if passing else LedgerError)(why)
+def session_of_term(url: str, answer_s: float, term: int) -> PostgresSession:
+    """A transaction fails if this is not the term of the lease until its end."""
+    return PostgresSession(url, answer_s, _name(term), f"SELECT check_term({term:d})")
 
 
 class LeaseTable:
-    """Reads and changes the lease's row; makes all tables at the first use. Each method may raise `LedgerError`."""
+    """Reads and changes the lease's row; makes all tables at the first use. Each method may raise `StorageError`."""
 
     def __init__(self, url: str) -> None:
         self._session = PostgresSession(url, LEASE_ANSWER_S)
@@ -193,16 +110,16 @@ class LeaseTable:
     def read(self) -> LeaseRow:
         with self._session.transaction() as db:
             if not self._is_prepared:
-                _prepare(db)
+                prepare(db, "lease", (*translated(SCHEMA).split(";"), *_TABLES))
             term, renewals, holder, version = _row(db.execute("SELECT term, renewals, holder, version FROM lease"))
         if version != VERSION:
-            raise LedgerError(f"its tables are of version {version}, this program writes version {VERSION}")
+            raise StorageError(f"its tables are of version {version}, this program writes version {VERSION}")
         self._is_prepared = True
         return LeaseRow(term, renewals, holder)
 
     def take(self, row: LeaseRow, holder: str) -> bool:
         """Begin the next term, unless the row has changed meanwhile."""
-        self._change(_END_SESSIONS, (_session_name(row.term),))
+        self._change(_END_SESSIONS, (_name(row.term),))
         return self._change(
             "UPDATE lease SET term = term + 1, renewals = 0, holder = %s WHERE term = %s AND renewals = %s AND holder = %s",
             (holder, *row),
@@ -223,20 +140,10 @@ class LeaseTable:
         return changed.rowcount == 1
 
 
-def _prepare(db: psycopg.Connection) -> None:
-    db.execute("SELECT pg_advisory_xact_lock(%s)", (_PREPARE_LOCK,))
-    if _row(db.execute("SELECT to_regclass('crossdock.lease') IS NOT NULL"))[0]:
-        return
-    for statement in ("CREATE SCHEMA IF NOT EXISTS crossdock", *translated(SCHEMA).split(";"), *_TABLES):
-        if statement.strip():
-            db.execute(statement)
-    db.execute("INSERT INTO lease VALUES (0, 0, '', %s)", (VERSION,))
-
-
 def _row(cursor: psycopg.Cursor[Any]) -> Any:
     row = cursor.fetchone()
     if row is None:
-        raise LedgerError("the table of the lease is empty")
+        raise StorageError("the table of the lease is empty")
     return row
 
 
@@ -244,7 +151,7 @@ class PostgresStore:
     """The rows of the usage ledger, written in one term."""
 
     def __init__(self, url: str, term: int) -> None:
-        self._session = PostgresSession(url, ANSWER_S, term)
+        self._session = session_of_term(url, ANSWER_S, term)
         self.name = self._session.name
         self._ahead_s = 0.0  # the server's clock; it counts, since leaders on several hosts write times
 
@@ -281,7 +188,7 @@ class PostgresPolicies:
     """The versions of the policy, written in one term."""
 
     def __init__(self, url: str, term: int) -> None:
-        self._session = PostgresSession(url, ANSWER_S, term)
+        self._session = session_of_term(url, ANSWER_S, term)
         self.name = self._session.name
 
     def read(self) -> bytes:
@@ -299,5 +206,5 @@ class PostgresPolicies:
 def _as_policy_error() -> Iterator[None]:
     try:
         yield
-    except LedgerError as error:
+    except StorageError as error:
         raise PolicyStoreError(str(error)) from error

@@ -2,13 +2,14 @@
 
 import asyncio
 
-from coordinator.accounting.ledger import LedgerError, StorageUnavailable, UsageStore
+from coordinator.accounting.ledger import UsageStore
 from coordinator.policy_keeper import PolicyStore
 from coordinator.postgres.lease import POLL_S, RENEW_S, Lease
 from proto.errors import CrossdockError
 from runtime.process import clock, log
 from runtime.process.driver import Stop, cancelled, watched
 from runtime.process.exits import ConfigError
+from runtime.storage.errors import StorageError, StorageUnavailable
 
 _log = log.get("crossdock.lease")
 
@@ -29,7 +30,7 @@ class LeaderLease:
         self._database, self._url, self._holder = database, url, holder
         try:
             self._table = database.LeaseTable(url)
-        except LedgerError as error:
+        except StorageError as error:
             raise ConfigError(f"--database: {error}") from None
         self.name = self._table.name
         self.lost = asyncio.Event()
@@ -69,7 +70,7 @@ class LeaderLease:
             self._lease.lose()
             try:
                 await asyncio.to_thread(self._table.release, self._lease.term)
-            except LedgerError as error:
+            except StorageError as error:
                 _log.warning("the lease was not released, and runs out", error=str(error))
 
     async def _take(self) -> bool:
@@ -82,7 +83,7 @@ class LeaderLease:
         except StorageUnavailable as error:
             self._unavailable(error)
             return False
-        except LedgerError as error:
+        except StorageError as error:
             raise NotLeader(f"{self.name}: {error}") from None
         self._failure = ""
         if taken:
@@ -106,7 +107,7 @@ class LeaderLease:
             asked_at = clock.now()
             try:
                 renewed = await asyncio.to_thread(self._table.renew, self._lease.term)
-            except LedgerError as error:
+            except StorageError as error:
                 self._unavailable(error)
                 continue
             if not renewed:
@@ -114,7 +115,7 @@ class LeaderLease:
             self._failure = ""
             self._lease.granted(self._lease.term, asked_at)
 
-    def _unavailable(self, error: LedgerError) -> None:
+    def _unavailable(self, error: StorageError) -> None:
         if not self._failure:
             _log.error("the database cannot be used", database=self.name, error=str(error))
         self._failure = str(error)

@@ -178,8 +178,11 @@ class Answering:
         scored = sum(len(choice.logprobs) for choice in self.choices)
         scored += sum(len(scores) for scores in self.answer.prompt_scores if scores is not None)
         if scored <= _SCORED_TOKENS:
-            return self._whole()
-        return await on_thread(scored * _SCORED_BYTES, self._whole)
+            content = self._whole()
+        else:
+            content = await on_thread(scored * _SCORED_BYTES, self._whole)
+        await self.answer.settle()
+        return content
 
     def _whole(self) -> bytes:
         return encode(self.answer.whole(self.choices, sum(self.cached_tokens.values())))
@@ -252,6 +255,7 @@ class EventStream(Response):
         data = await self._until_the_end(send)
         if self.answering.failed is None:
             data += self.answering.closing()
+            await self.answering.answer.settle()
             self.outcome = "ok"
         else:
             data += self.answering.answer.failing(self.answering.failed, self.answering.info.request_id)

@@ -116,6 +116,9 @@ class Answer(ABC):
         usage = self.usage(completion_tokens, cached_tokens)
         return self.event(self._envelope(self.chunk_kind, []) | {"usage": usage}) + _DONE
 
+    async def settle(self) -> None:  # noqa: B027 - most answers need nothing
+        """Called once the end of the answer has been written, before it is sent."""
+
     def failing(self, error: ApiError, request_id: str) -> bytes:
         """The end of a stream that fails, without `[DONE]`."""
         return self.event(error.body(request_id))

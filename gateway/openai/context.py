@@ -24,6 +24,7 @@ from runtime.tenancy.tenants import open_tenants
 
 if TYPE_CHECKING:
     from gateway.jwt_tenants import JwtTenants
+    from gateway.response_table import ResponseTable
 
 
 @dataclass
@@ -70,6 +71,7 @@ class Gateway:
     trusted_proxies: Sequence[str] = ()  # Addresses and networks whose X-Forwarded-For counts
     metrics_page: Callable[[], Reply] | None = None
     responses: ResponseStore = field(default_factory=lambda: ResponseStore(keep_s=3600.0))
+    response_table: "ResponseTable | None" = None  # used in place of `responses` where there is one
     created: int = field(default_factory=lambda: int(clock.unix_time()))
 
     def model(self, name: str | None) -> ServedModel:
@@ -91,5 +93,7 @@ class Gateway:
 
     async def close(self) -> None:
         self.threads.shutdown()
+        if self.response_table is not None:
+            self.response_table.close()
         for served in self.models:
             await served.grammars.close()

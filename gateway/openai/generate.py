@@ -38,6 +38,10 @@ from runtime.process.driver import cancelled
 R = TypeVar("R", bound=GenerationRequest)
 
 
+class NotFetched(Exception):
+    """`parse` needs what `fetch` gets."""
+
+
 class Api(ABC, Generic[R]):
     """How one API asks and answers. `parse` and `prepare` run on a thread."""
 
@@ -49,7 +53,12 @@ class Api(ABC, Generic[R]):
 
     @abstractmethod
     def parse(self, content: Any) -> R:
-        """A parsed JSON body → a request. Raises `ApiError`."""
+        """A parsed JSON body → a request. Raises `ApiError`; also `NotFetched`, after which it is called again once `fetch` has
+        ended."""
+
+    async def fetch(self) -> int:
+        """Returns the bytes that the request now holds beside its body. Raises `ApiError`."""
+        return 0
 
     @abstractmethod
     def prepare(self, request: R, tokenizer: ModelTokenizer, rules: ModelRules) -> Prepared:
@@ -102,9 +111,9 @@ async def answer_offline(
     that the body may name. Raises `ApiError`."""
     info.internal_id = f"{api.id_prefix}-{info.token}"
     async with gateway.intake.place(tenant) as slots:
-        with gateway.intake.bytes_held(tenant, len(body)):
-            work = partial(_read, gateway, tenant, api, body, info)
-            read = await gateway.threads.run(tenant, len(body), work)
+        with contextlib.ExitStack() as held:
+            held.enter_context(gateway.intake.bytes_held(tenant, len(body)))
+            read = await _read_on_thread(gateway, tenant, tenant, api, body, info, held)
         if read.prepared.stream:
             raise bad_value("stream", "'stream' is not possible in a batch.", "unsupported_parameter")
         changes = {"priority_class": priority_class, "deadline_ms": deadline_ms}
@@ -129,12 +138,29 @@ async def _begin(call: Call, api: Api[R], info: RequestInfo) -> tuple[Answering,
         body = await held.enter_async_context(gateway.intake.body(call.request, call.owner))
         if trace is not None:
             trace.tokenize_at = clock.now()
-        work = partial(_read, gateway, call.tenant, api, body, info)
-        read = await gateway.threads.run(call.owner, len(body), work)
-    del body, work
+        read = await _read_on_thread(gateway, call.tenant, call.owner, api, body, info, held)
+    del body
     answering = await _open(gateway, call.owner, api, read, slots, info)
     await call.held.enter_async_context(_watched(call.request.receive, answering))
     return answering, read.prepared
+
+
+async def _read_on_thread(
+    gateway: Gateway,
+    tenant: str,
+    owner: str,
+    api: Api[R],
+    body: bytes,
+    info: RequestInfo,
+    held: contextlib.ExitStack | AsyncExitStack,
+) -> "_Read":
+    """`_read`, again with what it needs from a database; `held` accounts for that. Raises `ApiError`."""
+    work = partial(_read, gateway, tenant, api, body, info)
+    with contextlib.suppress(NotFetched):
+        return await gateway.threads.run(owner, len(body), work)
+    size = await api.fetch()
+    held.enter_context(gateway.intake.bytes_held(owner, size))
+    return await gateway.threads.run(owner, len(body) + size, work)
 
 
 async def _open(gateway: Gateway, owner: str, api: Api[R], read: "_Read", slots: Slots, info: RequestInfo) -> Answering:

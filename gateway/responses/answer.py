@@ -1,6 +1,6 @@
 """A chat answer in the form of /v1/responses: one object, or events that build it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -45,16 +45,22 @@ class ResponsesAnswer(ChatAnswer):
         asked: dict[str, msgspec.Raw],
         namespaces: dict[str, Json],
         keep: Callable[[Json], None],
+        settle: Callable[[], Awaitable[None]],
     ) -> None:
-        """`asked`: as of `echoed`; `namespaces`: as of `tools.namespaces`. `keep` is given the complete response."""
+        """`asked`: as of `echoed`; `namespaces`: as of `tools.namespaces`. `keep` is given the complete response, and `settle`
+        called before its end is sent."""
         super().__init__(prepared, tokenizer, head)
         self._asked = asked
         self._keep = keep
+        self._settle = settle
         self._namespaces = namespaces
         self._items: list[Json] = []  # Items of the output in order; the last may be open
         self._open = False
         self._sequence = 0
         self._finish: Finish | None = None
+
+    async def settle(self) -> None:
+        await self._settle()
 
     # --- the object ---------------------------------------------------------------------------------------------------
 

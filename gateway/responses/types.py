@@ -59,8 +59,8 @@ class ResponsesRequest(SharedFields):
     instructions: Text | None = None
     """Not kept for the next response."""
     previous_response_id: Annotated[str, Field(max_length=128)] | None = None
-    """A response that this very gateway still keeps: its input and output come before `input`. Gateways do not share them: with
-    several, send a client to the same one each time, or send the items as `input`."""
+    """A response that is still kept: its input and output come before `input`. Gateways share them only with `--database`: with
+    several and without it, send a client to the same one each time, or send the items as `input`."""
     store: bool | None = None
     """Null is true: the response is kept for a while, for `previous_response_id`. Bounds may end that early."""
     stream_options: ResponsesStreamOptions | None = None

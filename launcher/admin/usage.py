@@ -15,13 +15,13 @@ from urllib.parse import quote
 from pydantic import AfterValidator, Field
 from rich.console import Console
 
-from coordinator.accounting.ledger import LedgerError
 from launcher import tables
 from launcher.local import registry
 from proto.errors import CrossdockError
 from runtime.settings.addresses import check_database
 from runtime.settings.options import SettingsError
 from runtime.settings.types import JsonOption
+from runtime.storage.errors import StorageError
 from runtime.tenancy import file
 from runtime.tenancy.tenants import Tenants, TenantsError
 
@@ -114,7 +114,8 @@ def _from_file(db: str, queries: Iterable[str], parameters: Sequence[Any]) -> li
 def _from_postgres(url: str, queries: Iterable[str], parameters: Sequence[Any]) -> list[list[Any]]:
     try:
         check_database("--db", url)
-        from coordinator.postgres.database import PostgresSession, translated
+        from coordinator.postgres.database import translated
+        from runtime.storage.postgres import PostgresSession
 
         with PostgresSession(url, _ANSWER_S).transaction() as read:
             translations = [translated(query.replace("TOTAL(", "SUM(")) for query in queries]
@@ -123,7 +124,7 @@ def _from_postgres(url: str, queries: Iterable[str], parameters: Sequence[Any]) 
         raise NoLedger(f"--db: needs psycopg 3; install crossdock[postgresql] ({error})") from None
     except ValueError as error:
         raise NoLedger(str(error)) from None
-    except LedgerError as error:
+    except StorageError as error:
         raise NoLedger(f"--db: {error}") from None
 
 

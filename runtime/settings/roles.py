@@ -183,7 +183,7 @@ class GatewaySettings(JwtOptions, BatchOptions, ClientSettings):
         "Tenants": "api_keys tenants jwt_issuer jwt_audience jwt_jwks jwt_tenant_claim",
         "Model": "model model_id more_models served_model_name generation_config default_max_tokens",
         "Cluster": "coordinator tokens_bind advertise drain_timeout_s",
-        "Streams and answers": "responses_keep_s batch_db batch_keep_days",
+        "Streams and answers": "responses_keep_s database batch_db batch_keep_days",
         "Traces": "otlp_endpoint trace_sample",
         "Expert options": "body_bytes_max client_timeout_ms stream_idle_ms batch_lines_max batch_tenant_mib",
     }
@@ -244,8 +244,14 @@ class GatewaySettings(JwtOptions, BatchOptions, ClientSettings):
         3600.0,
         ge=0,
         le=86_400.0 * 30,
-        description="Seconds for which answers of /v1/responses are kept in this gateway's memory, for"
-        " previous_response_id; 0: none is. At most 4096 and 64 MiB are kept, and a quarter of these for one tenant.",
+        description="Seconds for which answers of /v1/responses are kept, for previous_response_id, in this gateway's memory"
+        " or in --database; 0: none is. At most 4096 and 64 MiB are kept, and a quarter of these for one tenant.",
+    )
+    database: str = Field(
+        "",
+        max_length=4096,
+        description="PostgreSQL that keeps answers of /v1/responses, so that any gateway finds them, also after a restart; as"
+        " postgresql://USER@HOST/NAME, without a password: PGPASSWORD or a passfile has it. It may be the coordinators'.",
     )
     body_bytes_max: int = Field(
         8 << 20, ge=1024, le=1 << 30, description="Largest request body in bytes; over it is 413."
@@ -297,6 +303,8 @@ class GatewaySettings(JwtOptions, BatchOptions, ClientSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.database:
+            check_database("--database", self.database)
         names = [self.served_model_id, *self.served_model_name, *(name for name, _ in self.other_models)]
         if len(set(names)) < len(names):
             raise ValueError("--more-models, --served-model-name: two models have the same name")

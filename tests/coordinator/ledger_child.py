@@ -6,8 +6,9 @@ import random
 import sys
 from pathlib import Path
 
-from coordinator.accounting.ledger import Ledger, LedgerError
+from coordinator.accounting.ledger import Ledger
 from coordinator.accounting.sqlite_store import SqliteStore
+from runtime.storage.errors import StorageError
 from tests.coordinator.ledger_words import closed, opened
 
 
@@ -25,7 +26,7 @@ async def main(path: Path, run: str) -> None:
             say("ack", request_id)
             acknowledged.put_nowait(request_id)
 
-    def on_failed(error: LedgerError) -> None:
+    def on_failed(error: StorageError) -> None:
         raise SystemExit(str(error))
 
     ledger = Ledger(SqliteStore(path), on_committed=on_committed, on_failed=on_failed)

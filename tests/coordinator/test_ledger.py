@@ -19,7 +19,7 @@ import pytest
 from coordinator.accounting import ledger as ledger_module
 from coordinator.accounting import sqlite_store
 from coordinator.accounting.billing import Closed, Entry, Opened, Past
-from coordinator.accounting.ledger import LATE_S, Ledger, LedgerError
+from coordinator.accounting.ledger import LATE_S, Ledger
 from coordinator.accounting.past import day_text
 from coordinator.accounting.quota import Ask
 from coordinator.accounting.sqlite_store import SqliteStore
@@ -28,6 +28,7 @@ from coordinator.outbox import Outbox
 from proto.errors import Interrupt, Reject
 from proto.messages import Accepted, Interrupted, Rejected, Release, StatusRequest
 from runtime.process import clock
+from runtime.storage.errors import StorageError
 from tests.coordinator.ledger_words import closed, opened
 from tests.helpers import until
 
@@ -39,7 +40,7 @@ def with_ledger(
 ) -> None:
     async def body() -> None:
         committed: list[str] = []
-        failures: list[LedgerError] = []
+        failures: list[StorageError] = []
         ledger = Ledger(
             SqliteStore(path), on_committed=committed.extend, on_failed=failures.append, keep_days=keep_days
         )
@@ -132,7 +133,7 @@ def test_foreign_ledger_file_is_refused(tmp_path: Path, content: bytes | None) -
             db.execute("PRAGMA user_version = 99")
     else:
         path.write_bytes(content)
-    with pytest.raises(LedgerError, match=r"usage\.sqlite: "):
+    with pytest.raises(StorageError, match=r"usage\.sqlite: "):
         past_of(path)
 
 
@@ -452,7 +453,7 @@ def test_unwritable_table_is_refused_at_start(tmp_path: Path) -> None:
         db.execute("DROP TABLE usage")
         db.execute(table.replace("PRIMARY KEY", "").replace("WITHOUT ROWID", ""))
         db.commit()
-    with pytest.raises(LedgerError, match=r"usage\.sqlite: ON CONFLICT"):
+    with pytest.raises(StorageError, match=r"usage\.sqlite: ON CONFLICT"):
         past_of(path)
 
 
@@ -469,13 +470,13 @@ def test_ledger_thread_failure_is_reported(
         raise error
 
     async def body() -> None:
-        told: asyncio.Queue[LedgerError] = asyncio.Queue()
+        told: asyncio.Queue[StorageError] = asyncio.Queue()
         ledger = Ledger(
             SqliteStore(tmp_path / "usage.sqlite"), on_committed=lambda ids: None, on_failed=told.put_nowait
         )
         if where == "_prepare":
             monkeypatch.setattr(f"coordinator.accounting.sqlite_store.{where}", fail)
-            with pytest.raises(LedgerError, match=rf"usage\.sqlite: {type(error).__name__}"):
+            with pytest.raises(StorageError, match=rf"usage\.sqlite: {type(error).__name__}"):
                 await asyncio.wait_for(ledger.start(0), 60)
         else:
             await ledger.start(0)
@@ -513,7 +514,7 @@ def test_special_file_is_refused(tmp_path: Path) -> None:
     """A named pipe in place of the ledger file is refused."""
     path = tmp_path / "usage.sqlite"
     os.mkfifo(path)
-    with pytest.raises(LedgerError, match="it is not a file"):
+    with pytest.raises(StorageError, match="it is not a file"):
         past_of(path)
 
 

@@ -13,12 +13,13 @@ import msgspec
 import pytest
 
 from coordinator.accounting.billing import Past
-from coordinator.accounting.ledger import LATE_S, Ledger, LedgerError, StorageUnavailable
+from coordinator.accounting.ledger import LATE_S, Ledger
 from coordinator.accounting.sqlite_store import SqliteStore
 from coordinator.policy_keeper import PolicyStoreError
 from coordinator.postgres.lease import LeaseRow
 from launcher.admin.usage import NoLedger, UsageSettings, read
 from runtime.process import clock
+from runtime.storage.errors import StorageError, StorageUnavailable
 from tests.coordinator.ledger_words import closed, opened
 from tests.coordinator.test_ledger_totals import DAYS, random_entry
 from tests.helpers import until
@@ -97,7 +98,7 @@ def test_old_term_cannot_write(url: str) -> None:
     policies.write(b"{}")
     assert lead(url, "two") == term + 1
     for _ in range(2):  # the first one finds that its session was ended
-        with pytest.raises(LedgerError) as refused:
+        with pytest.raises(StorageError) as refused:
             store.commit([opened("late"), closed("r")])
         with pytest.raises(PolicyStoreError) as not_written:
             policies.write(b"[]")
@@ -135,7 +136,7 @@ def test_stalled_transaction_delays_no_takeover(url: str) -> None:
     took_s: list[float] = []
 
     def stall() -> None:
-        with postgres.PostgresSession(url, 30.0, term).transaction() as db:
+        with postgres.session_of_term(url, 30.0, term).transaction() as db:
             db.execute("SELECT 1").fetchone()
             began = time.monotonic()
             assert lead(url, "two") == term + 1
@@ -175,7 +176,7 @@ def test_restart_of_database_is_waited_for(server: PostgresServer, url: str) -> 
 
     async def body() -> None:
         committed: list[str] = []
-        failures: list[LedgerError] = []
+        failures: list[StorageError] = []
         ledger = Ledger(postgres.PostgresStore(url, term), on_committed=committed.extend, on_failed=failures.append)
         past: Past = await ledger.start(0)
         assert past == Past((), (), ())

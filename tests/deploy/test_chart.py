@@ -165,7 +165,8 @@ def test_value_without_its_partner_is_refused(value: str, words: str) -> None:
 
 @needs_helm
 def test_every_coordinator_is_found() -> None:
-    """Processes know the address of each coordinator; one that stands by is ready, and keeps nothing on a volume."""
+    """Processes know the address of each coordinator; one that stands by is ready, and keeps nothing on a volume. Gateways have
+    the database, too."""
     objects = render(*VALUES["standbys"])
     config = find(objects, "ConfigMap", "crossdock")["data"]
     hosts = [f"crossdock-coordinator-{number}.crossdock-coordinator.crossdock.svc" for number in range(3)]
@@ -177,6 +178,10 @@ def test_every_coordinator_is_found() -> None:
     names = {one["name"]: one.get("valueFrom", {}).get("secretKeyRef") for one in container["env"]}
     assert names["CROSSDOCK_DATABASE"] == {"name": "mine", "key": "url"} and names["PGPASSWORD"]["key"] == "password"
     assert "CROSSDOCK_USAGE_DB" not in names
+    [gateway] = find(objects, "Deployment", "crossdock-gateway")["spec"]["template"]["spec"]["containers"]
+    assert [one for one in container["env"] if one["name"] in ("CROSSDOCK_DATABASE", "PGPASSWORD")] == [
+        one for one in gateway["env"] if one["name"] in ("CROSSDOCK_DATABASE", "PGPASSWORD")
+    ]
 
 
 @needs_helm

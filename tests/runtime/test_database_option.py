@@ -3,7 +3,7 @@
 import pytest
 
 from runtime.settings.options import SettingsError, checked
-from runtime.settings.roles import CoordinatorSettings
+from runtime.settings.roles import CoordinatorSettings, GatewaySettings
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,11 @@ def test_bad_database_option_is_refused(options: dict[str, str], why: str) -> No
     with pytest.raises(SettingsError) as refused:
         checked(CoordinatorSettings, options)
     assert why in str(refused.value) and "secret" not in str(refused.value)
+
+
+def test_gateway_refuses_bad_database() -> None:
+    """A gateway refuses a password in the URL as a coordinator does, and takes the same URL beside its other options."""
+    with pytest.raises(SettingsError) as refused:
+        checked(GatewaySettings, {"model": "m", "database": "postgresql://u:secret@h/d"})
+    assert "--database: has a password" in str(refused.value) and "secret" not in str(refused.value)
+    assert checked(GatewaySettings, {"model": "m", "database": "postgresql://u@h/d"}).database

@@ -39,6 +39,13 @@ envFrom:
 {{- end }}
 {{- end }}
 
+{{- define "crossdock.database" -}}
+- name: CROSSDOCK_DATABASE
+  valueFrom: {secretKeyRef: {name: {{ .Values.database.secret }}, key: url}}
+- name: PGPASSWORD
+  valueFrom: {secretKeyRef: {name: {{ .Values.database.secret }}, key: password, optional: true}}
+{{- end }}
+
 {{- define "crossdock.podIp" -}}
 valueFrom: {fieldRef: {fieldPath: status.podIP}}
 {{- end }}

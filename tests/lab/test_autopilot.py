@@ -127,7 +127,7 @@ def test_other_models_are_ignored() -> None:
         name = f"other-{incarnation}"
         h.post(PeerUp(incarnation, msgspec.structs.replace(other, incarnation=incarnation, name=name)))
     h.post(PeerUp(5, Hello(PROTOCOL_VERSION, Role.OBSERVER, 5, "flip-1")))
-    h.receive(5, FlipRequest("other-50", Role.DECODE, True, 0.0))  # type: ignore[arg-type]
+    h.receive(5, FlipRequest("other-50", Role.DECODE, 0.0, True))
     h.post(PeerDown(51, "killed"))
     report = status(h.core.state)
     seen, there = (observation_of(report, model) for model in ("m", "other"))

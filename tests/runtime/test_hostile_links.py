@@ -164,7 +164,7 @@ def test_long_message_loses_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
         await other.start()
         await until(lambda: bool(ups and one.peers))
         raw = await asyncio.to_thread(connect, port_of(address))
-        await asyncio.to_thread(raw.sendall, b"\x01\x01x" * FRAMES + b"\x00\x01x")
+        await asyncio.to_thread(raw.sendall, b"\x01\x01x" * (6 * FRAMES) + b"\x00\x01x")
         await until(lambda: one._socket.is_draining)
         began = asyncio.get_running_loop().time()
         await until(lambda: not one._socket.is_draining)

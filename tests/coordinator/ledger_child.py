@@ -33,9 +33,9 @@ async def main(path: Path, run: str) -> None:
     await ledger.start(0)
     number = 0
     while True:
-        while ledger.behind:  # as a coordinator admits no more then
-            await asyncio.sleep(0.01)
-        for _ in range(rng.randrange(1, 20)):
+        if ledger.behind:  # a coordinator admits no more then
+            await asyncio.sleep(0.05)
+        for _ in range(0 if ledger.behind else rng.randrange(1, 20)):
             ledger.write(opened(f"{run}-{number}"))
             number += 1
         request_id = await acknowledged.get()

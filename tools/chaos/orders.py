@@ -1,7 +1,6 @@
 """The requests of clients while processes die, and the comparison of an answer with the one of a quiet cluster."""
 
 import json
-import math
 import random
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
@@ -215,7 +214,7 @@ def _detail(right: Choice, seen: Choice, whole: bool) -> str:
     if not whole and not right.text.startswith(seen.text):
         return f"text {seen.text[-20:]!r}"
     count = len(right.logprobs) if whole else min(len(right.logprobs), len(seen.logprobs))
-    pairs = zip(right.logprobs[:count], seen.logprobs[:count], strict=False)
-    if len(seen.logprobs) < count or any(not math.isclose(a, b, abs_tol=LOGPROB_TOLERANCE) for a, b in pairs):
-        return "log-probabilities"
-    return ""
+    if len(seen.logprobs) < count:
+        return f"{len(seen.logprobs)} log-probabilities of {count}"
+    off = max((abs(a - b) for a, b in zip(right.logprobs[:count], seen.logprobs, strict=False)), default=0.0)
+    return f"log-probabilities, by up to {off:.2g}" if off > LOGPROB_TOLERANCE else ""

@@ -1,6 +1,7 @@
 """The requests of clients while processes die, and the comparison of an answer with the one of a quiet cluster."""
 
 import json
+import os
 import random
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
@@ -15,6 +16,8 @@ _FIRST_BYTE_TOKEN, _VOCAB_END = 6, 262
 
 
 def _is_batch_invariant() -> bool:
+    if os.environ.get("CROSSDOCK_ENGINE") == "vllm":
+        return False
     try:
         library.load_kernels()
     except library.KernelsUnavailable:

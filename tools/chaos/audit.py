@@ -27,7 +27,7 @@ SLACK = {"fds": 4, "threads": 2, "memory_maps": 2, "tasks": 4}
 new thread."""
 GROUP = {"fds": 16, "threads": 4}
 """Resources of a pair that broke and has used tcp since, beyond those of a pair that shares memory."""
-FETCH = {"fds": 4, "threads": 1, "memory_maps": 1}
+FETCH = {"fds": 10, "threads": 1, "memory_maps": 1}
 """Resources of a pair over which KV was fetched: the first fetches come after the first look."""
 SETTLE_S = 3.0
 LINGER_S = 30.0

@@ -91,10 +91,10 @@ class Intake:
                         raise _no_room(self._bytes, len(part))
                     held += len(part)
                     parts.append(part)
-            async with self._joining:
-                parts[:] = [b"".join(parts)]
-                if held >= _LARGE_BYTES:  # copied in milliseconds: one in each turn of the event loop
+            if held >= _LARGE_BYTES:
+                async with self._joining:  # copied in milliseconds: at most one in each turn of the event loop
                     await asyncio.sleep(0)
+            parts[:] = [b"".join(parts)]
             yield parts.pop()  # and keep none: the caller may be done with it before it leaves
         except TimeoutError:
             raise ApiError(408, "The body took too long to arrive.", code="request_timeout") from None

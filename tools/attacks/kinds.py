@@ -327,6 +327,9 @@ def _(target: Target) -> Outcome:
             try:
                 while piece := connection.recv(65_536):
                     got += piece
+            except TimeoutError:
+                counts["WRONG: left open"] += 1
+                continue
             except OSError as error:
                 counts[type(error).__name__] += 1
         counts["answered" if b"[DONE]" in got else "cancelled"] += 1

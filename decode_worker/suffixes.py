@@ -146,12 +146,15 @@ class Suffixes(Generic[S]):
         attempt, suffix = done.attempt, done.suffix
         suffix.in_step = False
         suffix.computed_tokens += len(done.tokens)
+        if items is None and attempt.final_report is None:
+            # Before the step's end, which tells the coordinator of a complete prompt that its first token is emitted.
+            self._table.allocator.forget(suffix.blocks)
+            self._fail(attempt, *no_token_drawn(suffix.order.sampling.grammar))
+            self._end_step(attempt, suffix, now)
+            return
         self._end_step(attempt, suffix, now)
         if attempt.final_report is not None:
             self._close(attempt, attempt.final_report, "")
-        elif items is None:
-            self._table.allocator.forget(suffix.blocks)
-            self._fail(attempt, *no_token_drawn(suffix.order.sampling.grammar))
         elif done.is_last:
             self._first_tokens_drawn(attempt, suffix, items)
 

@@ -94,11 +94,12 @@ class FairNode:
     """A tenant at some level: a priority class, an organisation or a user. At the bottom its rows are queues of entries;
     above, rings of its children's rows."""
 
-    __slots__ = ("children", "now", "order", "owed", "parent", "path", "position", "round", "rows", "weight")
+    __slots__ = ("children", "name", "now", "order", "owed", "parent", "path", "position", "round", "rows", "weight")
 
     def __init__(self, path: Path, weight: float, parent: "FairNode | None", position: int) -> None:
         assert weight > 0, path
         self.path, self.weight, self.parent, self.position = path, weight, parent, position
+        self.name = path[-1] if path else ""
         self.round = 0.0  # the round of the parent's ring in which this node's turn comes
         self.owed = 0.0  # corrections not yet charged: they count with the next chunk
         self.now = 0.0  # the round this node's own ring has come to

@@ -90,7 +90,7 @@ class FairQueue(Generic[T]):
             return
         del self._leaves[path]
         while node is not None and node.parent is not None and not node.busy and not node.children:
-            del node.parent.children[node.path[-1]]
+            del node.parent.children[node.name]
             node = node.parent
 
     # --- entries --------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class FairQueue(Generic[T]):
             return None
         while type(node.rows[there[0]]) is Ring:  # all rows of a node are of one kind
             node = node.first(there) if held is None else _holds_least(node, there, held)
-            held = held.children.get(node.path[-1]) if held is not None else None
+            held = held.children.get(node.name) if held is not None else None
             if len(there) > 1:
                 there = [key for key in there if key in node.rows]
         queues: list[TenantQueue[T]] = [node.rows[key] for key in there]  # type: ignore[misc]
@@ -303,14 +303,14 @@ class FairQueue(Generic[T]):
 def _holds_least(node: FairNode, keys: Sequence[int], held: HeldNode) -> FairNode:
     """The child that holds least for its weight, of those with something under one of these keys; of equals, the one whose turn
     comes first. Looks at the first `COMPARED_MAX` in the order of turns, which have waited longest."""
-    best, least = None, inf
+    best, least, holders = None, inf, held.children
     for _, _, child in islice(node.order, COMPARED_MAX):
-        there = held.children.get(child.path[-1])
-        share = there.share if there is not None else 0.0
-        if share < least and not child.rows.keys().isdisjoint(keys):
-            best, least = child, share
-            if not share:
-                break
+        there = holders.get(child.name)
+        if there is None:
+            if not child.rows.keys().isdisjoint(keys):
+                return child
+        elif there.share < least and not child.rows.keys().isdisjoint(keys):
+            best, least = child, there.share
     return best or node.first(keys)
 
 

@@ -29,21 +29,17 @@ class HeldStream(NamedTuple):
 class HeldNode:
     """A tenant at some level that holds something."""
 
-    __slots__ = ("children", "estimated", "held", "order", "streams", "weight")
+    __slots__ = ("children", "estimated", "held", "order", "share", "streams", "weight")
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self.held = 0  # millionths of a decode worker
+        self.share = 0.0  # the same for its weight
         self.estimated = 0
         self.children: dict[str, HeldNode] = {}  # those that hold something
         self.order: list[tuple[float, str]] = []  # their names, by what they hold for their weight
         self.streams: dict[tuple[int, Key], HeldStream] = {}
         """The streams of a tenant, with their workers; oldest first."""
-
-    @property
-    def share(self) -> float:
-        """The room that it holds for its weight."""
-        return self.held / self.weight
 
 
 _NOTHING = HeldNode(1.0)
@@ -164,23 +160,26 @@ class HeldShares:
     def _weigh_below(self, node: HeldNode, path: Path) -> None:
         for name, child in node.children.items():
             child.weight = self._weight((*path, name))
+            child.share = child.held / child.weight
             self._weigh_below(child, (*path, name))
-        node.order = sorted((child.held / child.weight, name) for name, child in node.children.items())
+        node.order = sorted((child.share, name) for name, child in node.children.items())
 
     def _count(self, path: Path, held: int, estimated: int) -> HeldNode:
         above = self.root
         above.held += held
+        above.share = above.held / above.weight
         above.estimated += estimated
         for depth, name in enumerate(path, 1):
             node = above.children.get(name)
             if node is None:
                 node = above.children[name] = HeldNode(self._weight(path[:depth]))
             else:
-                del above.order[bisect_left(above.order, (node.held / node.weight, name))]
+                del above.order[bisect_left(above.order, (node.share, name))]
             node.held += held
+            node.share = node.held / node.weight
             node.estimated += estimated
             if node.held:
-                insort(above.order, (node.held / node.weight, name))
+                insort(above.order, (node.share, name))
             else:
                 del above.children[name]
             above = node

@@ -6,6 +6,8 @@ placed. For each age it is learnt which part of the work of that age comes free 
 which work that still runs counts as well (Kaplan and Meier, 1958). Work older than any before may need as long again.
 """
 
+import numpy as np
+
 AGES = 128  # Intervals by which ages are told apart. The mean time is 12 to 32 of them.
 SHORTEST_S = 1 / 16
 REMEMBERED = 256  # about so many intervals are remembered: eight mean times or more
@@ -26,7 +28,8 @@ class Releases:
         self._freed_at = self._mean_s = self._seen = 0.0
         self._curve: list[float] = []  # work that comes free until the end of each following interval
         self._curve_at = -1.0
-        self._ahead: list[tuple[int, float]] = []  # the work that is then held, with its age
+        self._ahead = np.zeros(AGES)  # the work that is then held, by its age
+        self._hazards = np.zeros(AGES)  # which part of it comes free in the next interval
 
     @property
     def mean_s(self) -> float:
@@ -72,8 +75,7 @@ class Releases:
             return max(work * quiet_s / self.held, quiet_s)
         self._advance(now)
         if not self._curve_at <= now < self._curve_at + self.width_s / 4:
-            self._curve_at, self._curve = now, []
-            self._ahead = [(self._age(cohort), float(held)) for cohort, held in self._cohorts.items()]
+            self._begin_curve(now)
         curve, most = self._curve, int(GENERATIONS * self._mean_s / self.width_s) + 1
         while (not curve or curve[-1] < work) and len(curve) < most:
             curve.append((curve[-1] if curve else 0.0) + self._next_interval())
@@ -85,21 +87,25 @@ class Releases:
             before = freed
         return most * self.width_s + (work - before) * self._mean_s / self.held
 
+    def _begin_curve(self, now: float) -> None:
+        self._curve_at, self._curve = now, []
+        self._ahead[:] = 0.0
+        for cohort, held in self._cohorts.items():
+            self._ahead[self._age(cohort)] += held
+        reached = np.array(self._reached)
+        self._hazards = 1 / np.arange(1.0, AGES + 1)
+        np.divide(self._freed, reached, out=self._hazards, where=reached > 0)
+
     def _next_interval(self) -> float:
         """Returns the work that comes free in one more interval after those of the curve."""
-        freed, later = 0.0, []
-        for age, held in self._ahead:
-            now_free = held * self._hazard(min(age, AGES - 1))
-            freed += now_free
-            if now_free < held:
-                later.append((age + 1, held - now_free))
-        later.append((0, freed))
-        self._ahead = later
+        ahead = self._ahead
+        going = self._hazards * ahead
+        freed = float(going.sum())
+        ahead -= going
+        ahead[-1] += ahead[-2]
+        ahead[1:-1] = ahead[:-2]
+        ahead[0] = freed  # taken again
         return freed
-
-    def _hazard(self, age: int) -> float:
-        reached = self._reached[age]
-        return self._freed[age] / reached if reached else 1 / (age + 1)
 
     def _age(self, cohort: float) -> int:
         return min(int((self._interval_at - cohort) / self.width_s), AGES - 1)

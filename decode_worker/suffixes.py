@@ -156,6 +156,7 @@ class Suffixes(Generic[S]):
         if attempt.final_report is not None:
             self._close(attempt, attempt.final_report, "")
         elif done.is_last:
+            assert items is not None
             self._first_tokens_drawn(attempt, suffix, items)
 
     def failed(self, begun: Slice[S], error: str) -> None:

@@ -6,12 +6,15 @@ import msgspec
 
 from proto.drain import Drained, Draining, Flip, FlipFailed
 from proto.limits import MAX_CACHE_CHANGES
-from proto.messages import CacheEvents, Hello, Message
+from proto.messages import CacheEvents, Finished, Hello, Message
 from proto.parts import Held
 from tests.world.links import Client, Link, OnMessage
 from tests.world.world import SimulatedProcess
 from worker.changeover import Changeover
+from worker.registration import IN_DOUBT_S
 from worker.service import Service
+
+Reports = list[tuple[float, Finished]]
 
 
 class SimulatedRegistration:
@@ -31,13 +34,16 @@ class SimulatedRegistration:
         is_quiet: Callable[[], bool],
         changeover: Changeover,
         on_flipped: Callable[[], None],
+        finished: Reports,
     ) -> None:
+        """`finished`: earlier reports of this process, each with the time at which it was sent."""
         self._process, self._hello, self.held, self._on_lost = process, hello, held, on_lost
         self._on_message, self._is_idle, self._on_may_go = on_message, is_idle, on_may_go
         self._on_registered, self._is_quiet = on_registered, is_quiet
         self._changeover, self._on_flipped = changeover, on_flipped
         changeover.add(self)
         self.service = Service()
+        self._finished, self._lost_at = finished, float("inf")
         self._link: Link | None = None
         self._unsaid: list[Message] = []
         self.client = Client(
@@ -49,6 +55,8 @@ class SimulatedRegistration:
         return self._link is not None
 
     def send(self, message: Message) -> None:
+        if isinstance(message, Finished):
+            self._finished.append((self._process.now(), message))
         if self._link is not None:
             self._link.send(message)
         else:
@@ -122,12 +130,14 @@ class SimulatedRegistration:
         if self.service.leaving:
             link.send(self.service.draining(self._process.now()))
         unsaid, self._unsaid = self._unsaid, []
-        for message in unsaid:
+        in_doubt = [message for at, message in self._finished if at >= self._lost_at - IN_DOUBT_S]
+        for message in [*in_doubt, *(message for message in unsaid if not isinstance(message, Finished))]:
             link.send(message)
+        self._lost_at = float("inf")
         self._on_registered()
 
     def _down(self, _: Link, reason: str) -> None:
-        self._link = None
+        self._link, self._lost_at = None, self._process.now()
         if self.service.flips_to is not None:
             self._changeover.ordered(self, None)
         self.service.link_lost()

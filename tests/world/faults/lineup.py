@@ -1,9 +1,13 @@
 """The roles that one simulated worker process has at a time, as `worker.process`: one, or both of a mixed worker."""
 
+from itertools import chain
+from operator import itemgetter
+
 from engine.kv.allocator import BlockPool
 from engine.kv.split import prefill_blocks
 from proto.messages import Role
 from tests.world.faults.surroundings import FaultSurroundings
+from tests.world.registration import Reports
 from tests.world.toy_model import Toy
 from tests.world.transfers.connections import PoolProcess
 from tests.world.world import Timer
@@ -28,6 +32,8 @@ class Lineup:
         self.pool: BlockPool = before.pool if before is not None else BlockPool(blocks)
         self.toy: Toy = before.toy if before is not None else Toy(blocks, block_size)
         self.flipped_from = before.halves[0].incarnation if before is not None else 0
+        self._earlier = sorted(chain(*before._reports), key=itemgetter(0)) if before is not None else []
+        self._reports: list[Reports] = []
         self.pid: int = before.pid if before is not None else cluster.new_number()
         self.halves: list[PoolProcess] = []
         self.changeover = Changeover(self._prepare, self._drop)
@@ -48,6 +54,12 @@ class Lineup:
             return self.pool.total
         prefill = prefill_blocks(self.pool.total, 1)
         return prefill if role is Role.PREFILL else self.pool.total - prefill
+
+    def reports(self) -> Reports:
+        """Returns a list for a registration's reports of finished requests. The first takes over those of the last role."""
+        self._reports.append(self._earlier)
+        self._earlier = []
+        return self._reports[-1]
 
     def flipped(self) -> None:
         """Changes the role, which is decided: all present registrations end."""

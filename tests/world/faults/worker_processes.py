@@ -55,6 +55,7 @@ class PrefillProcess(WorkerProcess):
             is_quiet=self.is_quiet,
             changeover=lineup.changeover,
             on_flipped=lineup.flipped,
+            finished=lineup.reports(),
         )
         self.gateways = WorkerGateways(self, self.hello, unexpected, self.core.gateway_lost, self.registration.look)
         self.receivers = SimulatedConnectionPool(self, self.hello, self._kv_message, self._receiver_lost)
@@ -180,6 +181,7 @@ class DecodeProcess(WorkerProcess):
             is_quiet=self.is_quiet,
             changeover=lineup.changeover,
             on_flipped=lineup.flipped,
+            finished=lineup.reports(),
         )
         gateway_lost, look = self.core.gateway_lost, self.registration.look
         self.gateways = WorkerGateways(self, self.hello, self._gateway_said, gateway_lost, look)

@@ -30,6 +30,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--stop-share", type=float, default=0.2, help="of faults that stop or cut, not kill (default 0.2)"
     )
+    made.add_argument(
+        "--rank-share", type=float, default=0.0, metavar="SHARE",
+        help="of kills of workers that kill one of several ranks (vLLM with tensor parallelism; default 0)",
+    )  # fmt: skip
     made.add_argument("--overlap", type=float, default=0.2, help="of faults amid another's recovery (default 0.2)")
     made.add_argument("--clients", type=int, default=6, help="streams at once (default 6)")
     made.add_argument("--leave-share", type=float, default=0.05, help="of clients that leave early (default 0.05)")
@@ -51,14 +55,14 @@ def plan_of(arguments: argparse.Namespace, made: argparse.ArgumentParser) -> Pla
     roles = tuple(part.strip() for part in arguments.roles.split(",") if part.strip())
     if not roles or set(roles) - set(ROLES):
         made.error(f"--roles: of {', '.join(ROLES)}")
-    for name in ("stop_share", "overlap", "leave_share", "constrained_share", "session_share"):
+    for name in ("stop_share", "rank_share", "overlap", "leave_share", "constrained_share", "session_share"):
         if not 0.0 <= getattr(arguments, name) <= 1.0:
             made.error(f"--{name.replace('_', '-')}: between 0 and 1")
     faults = arguments.faults if arguments.faults is not None or arguments.seconds is not None else 20
     return Plan(
         seed=arguments.seed, hosts=arguments.hosts, faults=faults, seconds=arguments.seconds, roles=roles,
-        stop_share=arguments.stop_share, overlap=arguments.overlap, clients=arguments.clients,
-        leave_share=arguments.leave_share, constrained_share=arguments.constrained_share,
+        stop_share=arguments.stop_share, rank_share=arguments.rank_share, overlap=arguments.overlap,
+        clients=arguments.clients, leave_share=arguments.leave_share, constrained_share=arguments.constrained_share,
         session_share=arguments.session_share,
     )  # fmt: skip
 

@@ -44,6 +44,7 @@ VALUES = {
     "hpa": (*AUTOPILOT, "autoscaling.kind=hpa", "autoscaling.maxReplicas=12"),
     "secrets": ("keys.files.prefill\\.key=p", "keys.files.prefill\\.key_secret=s", "tenants.file=[tenants.acme]"),
     "metrics": ("networkPolicy.metricsFrom[0].namespaceSelector.matchLabels.team=monitoring",),
+    "candidate": ("env.CROSSDOCK_MODEL_ID=llama", "candidate.revision=v2", "candidate.decode=3"),
     "bare": ("networkPolicy.enabled=false", "podDisruptionBudget.enabled=false", "image.tag=1.2.3"),
 }
 DATABASE = "postgresql://crossdock@db/crossdock"
@@ -135,6 +136,18 @@ def test_values_set_the_ratio_and_the_cards() -> None:
 
 
 @needs_helm
+def test_candidate_has_workers_of_its_own() -> None:
+    """Another revision's workers come beside the others, with its weights and name, and no selector finds both."""
+    objects = render(*VALUES["candidate"])
+    for role, count in (("prefill", 1), ("decode", 3)):
+        main, candidate = (find(objects, "Deployment", f"crossdock-{role}{end}")["spec"] for end in ("", "-candidate"))
+        assert candidate["replicas"] == count and candidate["selector"] != main["selector"]
+        [container] = candidate["template"]["spec"]["containers"]
+        env = {one["name"]: one.get("value") for one in container["env"]}
+        assert (env["CROSSDOCK_MODEL"], env["CROSSDOCK_REVISION"]) == ("/models/llama-2", "v2")
+
+
+@needs_helm
 @pytest.mark.parametrize("kind", ["keda", "hpa"])
 def test_autoscaling_leaves_replicas_alone(kind: str) -> None:
     """Each role is scaled by the autopilot's metric, and an upgrade of the release does not set replicas back."""
@@ -155,6 +168,7 @@ def test_autoscaling_leaves_replicas_alone(kind: str) -> None:
         ("autoscaling.kind=keda", "needs autopilot.enabled"),
         ("coordinator.replicas=2", "needs database.secret"),
         ("jwt.issuer=https://login.example.org", "jwt.issuer needs jwt."),
+        ("candidate.revision=v2", "needs env.CROSSDOCK_MODEL_ID"),
     ],
 )
 def test_value_without_its_partner_is_refused(value: str, words: str) -> None:

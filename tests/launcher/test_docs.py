@@ -7,6 +7,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -94,6 +95,11 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     elif name in ("systemctl", "journalctl"):
         units = {"crossdock.target", "crossdock-*", "crossdock-coordinator.service", "crossdock-decode@0.service"}
         assert {word for word in words if "crossdock" in word} <= units
+    elif name == "helm":
+        values = (ROOT / "deploy/chart/values.yaml").read_text("utf-8")
+        for pair in (word for option, word in pairwise(words) if option == "--set"):
+            first, last = pair.partition("=")[0].split(".")
+            assert f"\n{first}:" in values and (first == "env" or f"\n  {last}:" in values), pair
     else:
         assert name in NOT_OURS or command.words == (".", ".venv/bin/activate"), "no rule covers it"
 

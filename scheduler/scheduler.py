@@ -229,6 +229,7 @@ class Scheduler:
         breakers = pool.breakers
         breakers.worked((request.prefill_incarnation, request.decode_incarnation))
         breakers.worked((request.prefill_incarnation, NOBODY), request.failed_on)
+        pool.stream_begins(decode, request.key)
         request.fire(Trigger.HANDED_OVER, now)
 
     def progress(self, worker: DecodeWorker, done: DecodeProgress, now: float) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +27,20 @@ def start(order: StartOrder, allocate: Allocate | None) -> tuple[Any, Any, torch
         _refuse_on_cpus(config)
     config.parallel_config.distributed_executor_backend = _executor_class(order)
     executor = config.parallel_config.distributed_executor_backend(config)
+    _unname_shared_memory(order)
     pools = _Pools(order, allocate)
     with _block_outermost(pools):
         _initialize(config, executor, pools)
     assert pools.last is not None
     return config, executor.driver_worker.worker.model_runner, pools.last
+
+
+def _unname_shared_memory(order: StartOrder) -> None:
+    """Drop the names of the memory through which ranks on CPUs reduce, once all ranks have opened it: 8 MiB that would stay in
+    /dev/shm when they are killed."""
+    if order.port:
+        for segment in Path("/dev/shm").glob(f"{order.port}-*-cpushm_{order.rank}"):
+            segment.unlink()
 
 
 def _refuse_on_cpus(config: Any) -> None:

@@ -195,13 +195,20 @@ class Pool:
             decode.step_fit.add(sequences, step_ms - between_ms)
             self._bound_slices(decode)
 
+    def stream_begins(self, decode: Worker, key: Key) -> None:
+        """An attempt whose KV a decode worker has got takes part in its steps."""
+        assert isinstance(decode, DecodeWorker)
+        decode.streams.add(key)
+        self._bound_slices(decode)
+
     def _bound_slices(self, decode: DecodeWorker) -> None:
         """Set how long a mixed worker's decode half gives way to its prefill half: each stream keeps its target, or without one
-        its part of a step."""
-        prefill = self._mixed.get(_process(decode))
+        its part of a step. While none runs, nothing bounds it."""
+        prefill = self._mixed.get(_process(decode)) if decode.hello.process else None
         if prefill is not None:
             step_ms = decode.step_fit.step_ms(decode.capacity.max_seqs - decode.free_seqs)
-            bounds = (SLICE_SHARE * ms if ms else STALL_SHARE * step_ms for ms in decode.seqs_by_target)
+            targets = decode.seqs_by_target if decode.streams else ()
+            bounds = (SLICE_SHARE * ms if ms else STALL_SHARE * step_ms for ms in targets)
             prefill.pace.slice_ms = min(filter(None, bounds), default=0.0)
 
     def freed(self, worker: Worker) -> None:

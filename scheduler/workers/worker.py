@@ -285,6 +285,7 @@ class DecodeWorker(WorkerBase):
         self.admission = KvAdmission(self.capacity.kv_blocks, self.capacity.block_size)
         self.shares: HeldShares | None = None  # the shares of its pool, while it is in the pool
         self.seqs_by_target: dict[float, int] = {}  # sequences held, by `Allocation.tpot_ms`
+        self.streams: set[Key] = set()  # attempts that run in its steps; the others wait for their KV
         self.charged_at = 0.0  # when answers beyond their estimates were last charged
         self.step_fit = StepFit()
         """How long its steps take without prompts between them, learnt while targets are in use or if it is mixed."""
@@ -349,6 +350,8 @@ class DecodeWorker(WorkerBase):
 
     def hold(self, key: Key, allocation: Allocation) -> None:
         self._count_target(allocation.tpot_ms, allocation.seqs)
+        if allocation.adopted:
+            self.streams.add(key)
         if self.shares is not None and allocation.path:
             assert allocation.demand is not None
             self.shares.add(allocation.path, self.incarnation, key, self.stream(allocation.seqs, allocation.demand))
@@ -362,6 +365,7 @@ class DecodeWorker(WorkerBase):
         if (allocation := self.allocations.get(key)) is None:
             return None
         self._count_target(allocation.tpot_ms, -allocation.seqs)
+        self.streams.discard(key)
         if self.shares is not None and allocation.path:
             self.shares.remove(allocation.path, self.incarnation, key)
         self.admission.release(key)

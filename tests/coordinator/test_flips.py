@@ -15,6 +15,7 @@ from proto.messages import (
     CacheEvents,
     Cancel,
     Finished,
+    HandedOver,
     Hello,
     Interrupted,
     Message,
@@ -28,6 +29,7 @@ from proto.messages import (
 from proto.policy import PolicyAction, PolicyRequest
 from proto.progress import DecodeProgress
 from proto.status import FlipStatus
+from scheduler.workers.worker import DecodeWorker
 from tests.coordinator.test_draining import again, compute, decoding, placed_on
 from tests.coordinator.world import Harness, named, submit, worker_hello
 
@@ -362,6 +364,21 @@ def mixed_up(h: Harness, first: int, name: str = "m-0", pid: int = 7, flipped_fr
         )  # fmt: skip
         h.post(PeerUp(first + at, hello))
     return first, first + 1
+
+
+def test_prompt_is_not_sliced_for_itself() -> None:
+    """A mixed worker's steps are bounded for streams that run, not for the place that a prompt has in decode."""
+    h = Harness.make(prefill=0, decode=0)
+    prefill, decode = (h.core.cluster.workers[one] for one in mixed_up(h, 40))
+    assert isinstance(decode, DecodeWorker)
+    decode.step_fit.add(1.0, 50.0)
+    h.receive(1, submit("a"))
+    assert decode.allocations and not prefill.pace.slice_ms
+    compute(h, 40)
+    h.receive(40, HandedOver("a", 1, 100, 1.0))
+    assert prefill.pace.slice_ms > 0
+    h.receive(41, Finished("a", 1, 4, 4))
+    assert not prefill.pace.slice_ms
 
 
 def test_mixed_worker_flips_when_empty() -> None:

@@ -12,6 +12,7 @@ from tests.e2e.parts import Parts, parts
 
 PROMPT, TOKENS = list(range(30, 100)), 400
 STOP_S = 60.0
+SHARED_MEMORY = Path("/dev/shm")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 
@@ -51,6 +52,7 @@ def test_signalled_ranks_compute_until_drained(vllm_python: str, model: Path) ->
 
 def test_worker_ends_with_its_rank(vllm_python: str, model: Path) -> None:
     """A worker ends by itself when one of its ranks is killed, and its stream goes on at another, token for token."""
+    before = set(SHARED_MEMORY.glob("*-cpushm_*"))
     with parts(model) as up, ThreadPoolExecutor(1) as pool:
         up.start("coordinator")
         up.start("gateway")
@@ -66,3 +68,4 @@ def test_worker_ends_with_its_rank(vllm_python: str, model: Path) -> None:
         begin(up, vllm_python, "mixed-1")
         up.wait_registered(2)
         assert streaming.result() == expected
+    assert set(SHARED_MEMORY.glob("*-cpushm_*")) <= before, "vLLM leaves it where a process is killed"

@@ -1,6 +1,7 @@
 """The rules on which processes may join, and which requests are let in. A rejection reserves and costs nothing. Pure."""
 
 from collections.abc import Mapping
+from math import inf
 
 from coordinator.accounts import NotAdmitted
 from coordinator.events import Limits
@@ -62,7 +63,7 @@ def retry_after_s(state: State, submit: Submit, fingerprint: int) -> float:
     if pool is None or queue is None or not pool.servable():
         return NO_CAPACITY_S
     path = state.accounts.path(submit)
-    at, tokens = _speed(state, pool, path), submit.prompt_tokens
+    at, tokens = _speed(state, submit.model, path), submit.prompt_tokens
     before = queue.line.work.before(path, UNCOMPUTED, tokens) - tokens
     computed_s = before / at.prompt_tokens_per_s if at.prompt_tokens_per_s else 0.0
     return queue.projection.retry_after_s(path, queue.work(submit, path), fingerprint, at, state.now, computed_s)
@@ -72,14 +73,17 @@ def wait_s(state: State, request: Request) -> float:
     """How long a new request would wait for a place: see `Projection.wait_s`."""
     model, path = request.submit.model, request.path
     queue, pool = state.cluster.queues[model], state.cluster.pools[model]
-    work, urgent, at = queue.work(request.submit, path), request.first_token_ms > 0, _speed(state, pool, path)
+    work, urgent, at = queue.work(request.submit, path), request.first_token_ms > 0, _speed(state, model, path)
     return queue.projection.wait_s(path, work, at, state.now, urgent=urgent, lacks=pool.shares.lacks(path))
 
 
-def _speed(state: State, pool: Pool, path: tuple[str, str, str]) -> Speed:
+def _speed(state: State, model: str, path: tuple[str, str, str]) -> Speed:
     """The speed at which a new request of this tenant gets a place."""
+    pool = state.cluster.pools[model]
     apart = pool.is_apart(state.limits.priority_classes[path[0]].tpot_ms or 0.0, state.now)
-    return Speed(pool.tokens_per_s(), bool(pool.wakeups.closed), apart)
+    is_warm, clock = pool.servable(), state.cluster.queues[model].clock
+    is_full = is_warm and bool(pool.wakeups.closed)
+    return Speed(pool.tokens_per_s(), is_full, apart, clock.warm_since if is_warm else inf)
 
 
 # --- new requests -----------------------------------------------------------------------------------------------------

@@ -116,6 +116,8 @@ class Speed(NamedTuple):
     decode_is_full: bool  # some request found no room there
     apart: bool = False
     """The priority class has decode workers of its own, since its target differs: see `token_targets`."""
+    warm_since: float = 0.0
+    """When workers of both roles last began to take work; infinite while none of one role does."""
 
 
 class Projection:
@@ -215,7 +217,8 @@ class Projection:
     def _seconds(self, path: Path, work: float, own: int, speed: Speed, now: float) -> float:
         """Seconds until so much work has a place, the last `own` of it included."""
         placed, since = self._placed_of[path[0]] if speed.apart else self.placed, self._line.since
-        steady = since is not None and 0.0 < placed.mean_s <= now - since
+        # What was placed before a role's last worker was lost ends, and nothing takes its room: the rest is not all there is.
+        steady = since is not None and 0.0 < placed.mean_s <= now - max(since, speed.warm_since)
         prefill_s = self._prefill_s(work, own, speed)
         if placed.held and (speed.decode_is_full or steady):
             return max(placed.wait_s(work, now), prefill_s)

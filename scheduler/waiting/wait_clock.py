@@ -17,6 +17,7 @@ from scheduler.request import WaitMark
 
 class WaitClock:
     def __init__(self) -> None:
+        self.warm_since = 0.0  # when the last cold start seen here was over
         self._at = 0.0
         self._cold = self._full = False
         self._closed: Collection[int] = ()  # classes without room since the last event
@@ -41,6 +42,7 @@ class WaitClock:
         passed_s, self._at = now - self._at, now
         if self._cold:
             self._cold_s += passed_s
+            self.warm_since = now
         elif self._full:
             self._full_s += passed_s
         else:

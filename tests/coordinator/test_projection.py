@@ -5,13 +5,15 @@ import statistics
 
 import pytest
 
-from coordinator.events import Limits
+from coordinator.events import Limits, PeerDown, PeerUp
 from lab.cluster.surroundings import ClientRequest, Timing
+from proto.messages import Finished, Rejected, Role
 from scheduler.request import Request
 from scheduler.waiting.line import WaitingLine
 from scheduler.waiting.projection import Projection, Speed
 from scheduler.waiting.tenant_work import IN_LINE
-from tests.coordinator.world import submit
+from tests.coordinator.test_draining import decoding
+from tests.coordinator.world import Harness, submit, worker_hello
 from tests.helpers import first
 from tests.uniform_cluster import UniformCluster
 
@@ -90,3 +92,26 @@ def test_early_client_keeps_no_place() -> None:
     assert line.work.total(IN_LINE) == 4000 + 2000, "of those that were told, only the one that did not come early"
     assert projection.retry_after_s(path, 2000, 3, speed, 2.5) < told_s + 3.0
     assert not projection.obeys(path, 2, 3.0) and projection.obeys(path, 1, told_s)
+
+
+@pytest.mark.parametrize("lost", [10, 20], ids=["prefill", "decode"])
+def test_wait_for_lost_worker_is_no_queue(lost: int) -> None:
+    """While a role's last worker starts again, what still runs ends and nothing is placed: no wait is projected from it."""
+    h = Harness.make(prefill=1, decode=1)
+    for number in range(6):
+        h.now = 4.0 * number
+        decoding(h, submit(f"done-{number}"))
+        h.now += 4.0
+        h.receive(20, Finished(f"done-{number}", 1, 40, 40))
+    decoding(h, submit("runs", max_tokens=2))
+    h.now += 0.1
+    h.post(PeerDown(lost, "connection closed"))
+    for number in range(30):
+        h.now += 0.5
+        h.receive(1, submit(f"waits-{number}"))
+    assert not h.take(Rejected)
+    role = Role.PREFILL if lost == 10 else Role.DECODE
+    h.post(PeerUp(50, worker_hello(role, 50)))
+    h.now += 0.1
+    h.receive(1, submit("then"))
+    assert not h.take(Rejected)

@@ -31,7 +31,7 @@ def fake_server() -> Iterator[str]:
     async def serve() -> None:
         site = make_site(client_timeout_s=5.0)
         with TemporaryDirectory() as folder:
-            store = Store(f"{folder}/batches.sqlite")
+            store = SqliteStore(f"{folder}/batches.sqlite")
             await store.open()
             site.app = create_app(site.gateway, BatchService(store, 1 << 20, 1 << 26, DAY_S))
             async with served(site) as url:

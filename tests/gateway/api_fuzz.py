@@ -16,7 +16,8 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
 from gateway.app import create_app
-from gateway.batches.store import DAY_S, BatchService, Store
+from gateway.batches.sqlite_store import SqliteStore
+from gateway.batches.store import DAY_S, BatchService
 from tests.gateway.fakes import MODEL, make_site, served
 
 BOTH = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)

@@ -14,7 +14,7 @@ import msgspec
 from gateway.app import create_app
 from gateway.backend import Backend
 from gateway.batches.runner import BatchRunner
-from gateway.batches.sqlite_store import SqliteStore
+from gateway.batches.sqlite_store import SqliteBatchStore
 from gateway.batches.store import DAY_S, FILE_BYTES_MAX, BatchService, BatchStore
 from gateway.http.body import Intake
 from gateway.http.server import make_server
@@ -40,7 +40,7 @@ from runtime.process.driver import Stop, cancelled, run_process, unless_stopped,
 from runtime.process.exits import ConfigError
 from runtime.settings import machine
 from runtime.settings.addresses import advertised, host_of, in_url
-from runtime.settings.roles import BATCHES_OFF, GatewaySettings
+from runtime.settings.roles import GatewaySettings
 from runtime.storage.errors import StorageError
 from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import TenantsError, open_tenants
@@ -205,13 +205,13 @@ class GatewayProcess:
     async def _open_batches(self) -> BatchService | None:
         """Raises `ConfigError`."""
         settings = self.settings
-        if settings.batch_db in BATCHES_OFF and (settings.batch_db or not settings.database):
+        if settings.batch_db == "off" or not (settings.batch_db or settings.database):
             return None
         store: BatchStore
         if settings.database:
             store = _in_database(lambda: _postgres_store(settings.database, self.hello))
         else:
-            store = SqliteStore(settings.batch_db)
+            store = SqliteBatchStore(settings.batch_db)
         try:
             await store.open()
         except StorageError as error:
@@ -307,9 +307,9 @@ def _open_response_table(settings: GatewaySettings) -> "ResponseTable | None":
 
 
 def _postgres_store(url: str, hello: Hello) -> BatchStore:
-    from gateway.batches.postgres_store import PostgresStore
+    from gateway.batches.postgres_store import PostgresBatchStore
 
-    return PostgresStore(url, f"{hello.name}@{hello.host}")
+    return PostgresBatchStore(url, f"{hello.name}@{hello.host}")
 
 
 def _in_database(opened: Callable[[], T]) -> T:

@@ -22,7 +22,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 LEASE_S: Final = 10.0
 ANSWER_S: Final = 10.0  # to one transaction that writes, like the deletion of a large file
-PATIENCE_S: Final = 30.0  # so long the runner waits for the database, with a result in hand
 _READERS: Final = 2
 _DIALECT: Final = {"INTEGER": "BIGINT", "BLOB": "BYTEA", "TEXT": 'TEXT COLLATE "C"'}
 _SESSIONS: Final = "crossdock batches term"
@@ -33,7 +32,7 @@ SELECT set_config('application_name', %s, true), pg_advisory_xact_lock(%s), chec
 """
 
 
-class PostgresStore:
+class PostgresBatchStore:
     """See `BatchStore`."""
 
     def __init__(self, url: str, holder: str) -> None:
@@ -64,8 +63,8 @@ class PostgresStore:
         return await self._writing.call("", writing)
 
     async def write(self, work: Work[P, T], *args: P.args, **kw: P.kwargs) -> T:
-        """Waits for the database while it does not answer. Afterwards `work` may run a second time."""
-        term, until = self._lease.term, clock.now() + PATIENCE_S
+        """Waits for the database, for the time of a lease. Where the answer to a commit was lost, `work` runs again."""
+        term, until = self._lease.term, clock.now() + LEASE_S
 
         def writing(db: psycopg.Connection) -> T:
             db.execute(_WRITE_IN_TERM, (f"{_SESSIONS} {term}", _WRITE_LOCK, term))

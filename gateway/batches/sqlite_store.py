@@ -56,7 +56,7 @@ class RunnerLock:
             self._descriptor = None
 
 
-class SqliteStore:
+class SqliteBatchStore:
     """See `BatchStore`."""
 
     def __init__(self, path: str | Path) -> None:

@@ -28,7 +28,7 @@ class HeldLease:
 
     @property
     def term(self) -> int:
-        """In which this process leads, or did; 0 before the first."""
+        """The term in which this process leads, or did; 0 before the first."""
         return self._lease.term
 
     def is_held(self, now: float) -> bool:

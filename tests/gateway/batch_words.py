@@ -11,7 +11,7 @@ import httpx
 
 from gateway.app import create_app
 from gateway.batches.runner import BatchRunner
-from gateway.batches.sqlite_store import SqliteStore
+from gateway.batches.sqlite_store import SqliteBatchStore
 from gateway.batches.store import DAY_S, BatchService, BatchStore, Database
 from gateway.metrics import BatchMetrics
 from runtime.metrics.registry import MetricsRegistry
@@ -105,10 +105,10 @@ class Desk:
 def store_at(place: Path | str) -> BatchStore:
     """`place`: an SQLite file, or the URL of a database."""
     if isinstance(place, Path):
-        return SqliteStore(place)
-    from gateway.batches.postgres_store import PostgresStore
+        return SqliteBatchStore(place)
+    from gateway.batches.postgres_store import PostgresBatchStore
 
-    return PostgresStore(place, "a gateway")
+    return PostgresBatchStore(place, "a gateway")
 
 
 def on_desk(test: Callable[[Desk], Awaitable[None]], place: Path | str, **options: Any) -> None:

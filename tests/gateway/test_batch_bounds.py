@@ -16,7 +16,7 @@ import pytest
 
 from gateway.batches import batches, files, runner, sqlite_store
 from gateway.batches.lines import LINES_MAX
-from gateway.batches.sqlite_store import SqliteStore
+from gateway.batches.sqlite_store import SqliteBatchStore
 from gateway.batches.store import Database
 from runtime.storage.lock_file import open_lock
 from tests.gateway.batch_words import KEYS, TENANTS, Desk, jsonl, left, on_desk, requests
@@ -358,7 +358,7 @@ def test_store_opening_waits_for_its_lock(tmp_path: Path) -> None:
     async def body() -> None:
         other = open_lock(tmp_path / f"{DB}.opening")
         fcntl.flock(other, fcntl.LOCK_EX)
-        store = SqliteStore(tmp_path / DB)
+        store = SqliteBatchStore(tmp_path / DB)
         opening = asyncio.create_task(store.open())
         await asyncio.wait({opening}, timeout=0.3)
         assert not opening.done()

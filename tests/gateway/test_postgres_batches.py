@@ -34,7 +34,8 @@ def test_old_term_writes_no_result(pg_url: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(module, "LEASE_S", 1.0)
 
     async def body(desk: Desk) -> None:
-        one, two = desk.service.store, module.PostgresStore(pg_url, "two")
+        one: Any = desk.service.store
+        two = module.PostgresBatchStore(pg_url, "two")
         assert await leading(one) == 1 and await two.lead() == 0
         await desk.batch(jsonl(requests(1)))
         (batch,) = await one.read(batches.open_batches)
@@ -66,7 +67,8 @@ def test_stalled_write_delays_no_takeover(pg_url: str, monkeypatch: pytest.Monke
         go_on.wait(30)
 
     async def body(desk: Desk) -> None:
-        one, two = desk.service.store, module.PostgresStore(pg_url, "two")
+        one: Any = desk.service.store
+        two = module.PostgresBatchStore(pg_url, "two")
         assert await leading(one) == 1
         file_id = await desk.file(b"{}\n")
         stalled = asyncio.create_task(one.write(stall))
@@ -116,7 +118,7 @@ def test_lost_lease_stops_the_lines(pg_server: PostgresServer, pg_url: str, monk
     monkeypatch.setattr(module, "LEASE_S", 2.0)
 
     async def body(desk: Desk) -> None:
-        other = Desk(desk.site, BatchService(module.PostgresStore(pg_url, "two"), 1 << 20, 8 << 20, 1000))
+        other = Desk(desk.site, BatchService(module.PostgresBatchStore(pg_url, "two"), 1 << 20, 8 << 20, 1000))
         desk.site.cluster.hold = True
         desk.start()
         batch_id = await desk.batch(jsonl(requests(6)))
@@ -145,7 +147,8 @@ def test_dead_gateway_gives_the_lease_up(pg_url: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "LEASE_S", 1.0)
 
     async def body(desk: Desk) -> None:
-        one, two = desk.service.store, module.PostgresStore(pg_url, "two")
+        one: Any = desk.service.store
+        two = module.PostgresBatchStore(pg_url, "two")
         assert await leading(one) == 1
         await asyncio.sleep(1.5)
         assert await two.lead() == 0, "it is renewed"

@@ -22,6 +22,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 LEASE_S: Final = 10.0
 ANSWER_S: Final = 10.0  # to one transaction that writes, like the deletion of a large file
+SOON_S: Final = 5.0  # for a client's turn to write, and what it writes
 _READERS: Final = 2
 _DIALECT: Final = {"INTEGER": "BIGINT", "BLOB": "BYTEA", "TEXT": 'TEXT COLLATE "C"'}
 _SESSIONS: Final = "crossdock batches term"
@@ -60,7 +61,7 @@ class PostgresBatchStore:
             db.execute(_WRITE, (_WRITE_LOCK,))
             return work(_Connection(db), *args, **kw)
 
-        return await self._writing.call("", writing)
+        return await self._writing.call("", writing, SOON_S)
 
     async def write(self, work: Work[P, T], *args: P.args, **kw: P.kwargs) -> T:
         """Waits for the database, for the time of a lease. Where the answer to a commit was lost, `work` runs again."""

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Scope
 from gateway.anthropic import routes
 from gateway.anthropic.answer import error_body
 from gateway.batches import routes as routes_batches
-from gateway.batches.store import BatchService, StoreError
+from gateway.batches.store import BatchService
 from gateway.http.encoding import encode
 from gateway.http.errors import RATE_HEADERS, WAIT_HEADER, ApiError
 from gateway.http.reach import Reach
@@ -24,6 +24,7 @@ from gateway.responses import routes as routes_responses
 from gateway.streams.types import FailKind
 from gateway.vllm import routes as routes_vllm
 from runtime.process import log
+from runtime.storage.errors import StorageError
 
 ROUTES: Final = (
     *routes_generate.ROUTES,
@@ -37,7 +38,12 @@ _NO_IDS: Final = frozenset({"/v1/responses/input_tokens", "/v1/responses/compact
 
 
 def create_app(gateway: Gateway, batches: BatchService | None = None) -> ASGIApp:
-    handlers = {ApiError: _api_error, StoreError: _store_failed, HTTPException: _http_error, Exception: _internal_error}
+    handlers = {
+        ApiError: _api_error,
+        StorageError: _store_failed,
+        HTTPException: _http_error,
+        Exception: _internal_error,
+    }
     app = Starlette(routes=ROUTES, exception_handlers=handlers)
     app.router.redirect_slashes = False
     app.state.gateway = gateway
@@ -93,8 +99,8 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _store_failed(request: Request, error: Exception) -> Response:
-    log.get("crossdock.batches").error("cannot use the file of batches", error=str(error))
-    message = "The file of batches cannot be used."
+    log.get("crossdock.batches").error("cannot use the store of batches", error=str(error))
+    message = "Files and batches cannot be used now."
     return _response(ApiError(503, message, code="batch_store_failed", retry_after_s=5.0), request)
 
 

@@ -4,17 +4,18 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
 from gateway.app import create_app
 from gateway.backend import Backend
 from gateway.batches.runner import BatchRunner
-from gateway.batches.store import DAY_S, FILE_BYTES_MAX, BatchService, Store, StoreError
+from gateway.batches.sqlite_store import SqliteBatchStore
+from gateway.batches.store import DAY_S, FILE_BYTES_MAX, BatchService, BatchStore
 from gateway.http.body import Intake
 from gateway.http.server import make_server
 from gateway.metrics import BatchMetrics, GatewayMetrics
@@ -39,7 +40,7 @@ from runtime.process.driver import Stop, cancelled, run_process, unless_stopped,
 from runtime.process.exits import ConfigError
 from runtime.settings import machine
 from runtime.settings.addresses import advertised, host_of, in_url
-from runtime.settings.roles import BATCHES_OFF, GatewaySettings
+from runtime.settings.roles import GatewaySettings
 from runtime.storage.errors import StorageError
 from runtime.tenancy.file import TenantsFile
 from runtime.tenancy.tenants import TenantsError, open_tenants
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from gateway.response_table import ResponseTable
     from gateway.tracing.export import SpanExport
 
+T = TypeVar("T")
 _CLOSE_TIMEOUT_S = 5
 _SWITCH_S = 0.0005
 """How long a thread that tokenizes or parses may keep the event loop waiting. With the interpreter's default of 5 ms, the loop
@@ -203,12 +205,16 @@ class GatewayProcess:
     async def _open_batches(self) -> BatchService | None:
         """Raises `ConfigError`."""
         settings = self.settings
-        if settings.batch_db in BATCHES_OFF:
+        if settings.batch_db == "off" or not (settings.batch_db or settings.database):
             return None
-        store = Store(settings.batch_db)
+        store: BatchStore
+        if settings.database:
+            store = _in_database(lambda: _postgres_store(settings.database, self.hello))
+        else:
+            store = SqliteBatchStore(settings.batch_db)
         try:
             await store.open()
-        except StoreError as error:
+        except StorageError as error:
             raise ConfigError(f"--batch-db: {error}") from error
         return BatchService(store, FILE_BYTES_MAX, settings.batch_tenant_mib << 20, settings.batch_keep_days * DAY_S)
 
@@ -291,10 +297,25 @@ def _open_response_table(settings: GatewaySettings) -> "ResponseTable | None":
     """Raises `ConfigError`."""
     if not settings.database or not settings.responses_keep_s:
         return None
-    try:
-        from gateway.response_table import ResponseTable  # it needs an extra
+
+    def opened() -> "ResponseTable":
+        from gateway.response_table import ResponseTable
 
         return ResponseTable(settings.database, keep_s=settings.responses_keep_s)
+
+    return _in_database(opened)
+
+
+def _postgres_store(url: str, hello: Hello) -> BatchStore:
+    from gateway.batches.postgres_store import PostgresBatchStore
+
+    return PostgresBatchStore(url, f"{hello.name}@{hello.host}")
+
+
+def _in_database(opened: Callable[[], T]) -> T:
+    """The result of `opened`, which imports psycopg: it comes with an extra. Raises `ConfigError`."""
+    try:
+        return opened()
     except ImportError as error:
         raise ConfigError(f"--database: needs psycopg 3; install crossdock[postgresql] ({error})") from None
     except StorageError as error:

@@ -12,6 +12,8 @@ import structlog
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.postgres_server import PostgresServer, postgres_server, query
+
 if not torch.cuda.is_available():
     # Triton interprets kernels then; it must know before anything imports it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -36,6 +38,19 @@ def _loggers_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(structlog, "configure", partial(_configure_uncached, structlog.configure))
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture(scope="module")
+def pg_server() -> Iterator[PostgresServer]:
+    with postgres_server() as running:
+        yield running
+
+
+@pytest.fixture
+def pg_url(pg_server: PostgresServer) -> Iterator[str]:
+    """An empty database."""
+    yield pg_server.url
+    query(pg_server.url, "DROP SCHEMA IF EXISTS crossdock CASCADE")
 
 
 def _configure_uncached(configure: Callable[..., None], **options: Any) -> None:

@@ -188,7 +188,7 @@ BREAKS: Final[dict[str, Break]] = {
         "gateway/openai/call.py", 'if self.needs_key else ""', 'if self.needs_key else "".join(request.cookies)'
     ),
     "tests/gateway/test_batch_bounds.py::test_locked_store_refuses_soon": Break(
-        "gateway/batches/store.py", "clock.now() + SOON_S)", "None)"
+        "gateway/batches/sqlite_store.py", "clock.now() + SOON_S)", "None)"
     ),
     "tests/gateway/test_batches.py::test_clock_jump_deletes_and_expires_nothing": Break(
         "runtime/process/clock.py", "SETTLE_S: Final = 900.0", "SETTLE_S: Final = 0.0"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -87,3 +88,12 @@ def postgres_server(host: str = "127.0.0.1", inside: tuple[str, ...] = ()) -> It
             yield server
         finally:
             server.stop(signal.SIGQUIT)
+
+
+def query(url: str, statement: str) -> list[Any]:
+    """The rows that a statement in crossdock's schema returns."""
+    import psycopg
+
+    with psycopg.connect(url, autocommit=True, options="-c search_path=crossdock") as db:
+        done = db.execute(statement)
+        return done.fetchall() if done.description else []

@@ -65,6 +65,7 @@ FOLDERS_MAY_IMPORT = {
     },
     "runtime": {
         "grammar": "",
+        "lease": "process storage",
         "link": "process settings",
         "metrics": "link process settings storage",
         "process": "storage",

@@ -82,6 +82,7 @@ PURE = (
     "prefill_worker/core.py",
     "prefill_worker/prompts.py",
     "worker/ports.py",
+    "runtime/lease/lease.py",
     "runtime/link/failure_detector.py",
     "worker/service.py",
     "worker/changeover.py",

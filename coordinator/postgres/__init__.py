@@ -1,3 +1,3 @@
 """`--database`: leadership, ledger and policies in PostgreSQL.
 
-Start with `lease.py`, which decides who leads. `leader_lease.py` asks the database, and `database.py` has its tables."""
+Start with `leader_lease.py`, which waits for the lease (`runtime.lease`); `database.py` has the ledger's tables."""

@@ -1,7 +1,6 @@
 """Batches, their lines and their results, in the store. Each function runs in one transaction, or is a part of one. Clients
 find only the batches of their own tenant."""
 
-import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,7 +9,7 @@ import msgspec
 
 from gateway.batches import files
 from gateway.batches.lines import parse_line, unanswered
-from gateway.batches.store import insert, new_id
+from gateway.batches.store import Database, insert, new_id
 from gateway.batches.types import CreateBatchRequest, window_h
 from gateway.http.errors import ApiError
 
@@ -21,10 +20,12 @@ SELECT * FROM batches AS one WHERE ended_s IS NULL AND ? >
 (SELECT COUNT(*) FROM batches WHERE tenant = one.tenant AND ended_s IS NULL AND id < one.id) ORDER BY id
 """
 _LEFT: Final = """
-SELECT number FROM lines WHERE file_id = ? AND is_request AND number NOT IN (SELECT number FROM results WHERE batch_id = ?)
-ORDER BY number"""
+SELECT number FROM lines WHERE file_id = ? AND is_request
+AND NOT EXISTS (SELECT 1 FROM results WHERE batch_id = ? AND number = lines.number) ORDER BY number
+"""
 _PUT: Final = """
-INSERT OR IGNORE INTO results SELECT id, ?, ?, ? FROM batches WHERE id = ? AND status IN ('in_progress', 'cancelling')
+INSERT INTO results SELECT id, ?, ?, ? FROM batches WHERE id = ? AND status IN ('in_progress', 'cancelling')
+ON CONFLICT DO NOTHING
 """
 
 
@@ -80,9 +81,7 @@ class Batch:
         }
 
 
-def create(
-    db: sqlite3.Connection, tenant: str, wanted: CreateBatchRequest, keep_s: int, now: float, most: int
-) -> Batch:
+def create(db: Database, tenant: str, wanted: CreateBatchRequest, keep_s: int, now: float, most: int) -> Batch:
     """Raises `ApiError`."""
     file = files.get(db, tenant, wanted.input_file_id, "input_file_id")
     if file.batch_id is not None:
@@ -110,30 +109,30 @@ def create(
         output_file_id=results[0],
         error_file_id=results[1],
     )
-    for is_errors, file_id in enumerate(results):
+    for is_errors, file_id in zip((False, True), results, strict=True):
         name, until_s = f"{batch_id}_{'errors' if is_errors else 'output'}.jsonl", expires_s + keep_s
-        of_batch = {"tenant": tenant, "batch_id": batch_id, "is_errors": is_errors, "is_ready": 0}
+        of_batch = {"tenant": tenant, "batch_id": batch_id, "is_errors": is_errors, "is_ready": False}
         insert(db, "files", id=file_id, name=name, created_s=created_s, expires_s=until_s, **of_batch)
     return get(db, tenant, batch_id)
 
 
-def get(db: sqlite3.Connection, tenant: str, batch_id: str, param: str = "batch_id") -> Batch:
+def get(db: Database, tenant: str, batch_id: str, param: str = "batch_id") -> Batch:
     """Raises `ApiError`."""
     row = db.execute("SELECT * FROM batches WHERE id = ? AND tenant = ?", (batch_id, tenant)).fetchone()
     if row is None:
         raise ApiError(404, f"There is no batch {batch_id[:100]!r}.", code="batch_not_found", param=param)
-    return Batch(**row)
+    return Batch(*row)
 
 
-def listed(db: sqlite3.Connection, tenant: str, after: str, limit: int) -> list[Batch]:
+def listed(db: Database, tenant: str, after: str, limit: int) -> list[Batch]:
     """Returns up to `limit` batches, the newest first, that follow the batch with the id `after`. Raises `ApiError`."""
     start = "AND id < ?" if after else ""
     values = [tenant, get(db, tenant, after, "after").id] if after else [tenant]
     query = f"SELECT * FROM batches WHERE tenant = ? {start} ORDER BY id DESC LIMIT ?"
-    return [Batch(**row) for row in db.execute(query, (*values, limit))]
+    return [Batch(*row) for row in db.execute(query, (*values, limit))]
 
 
-def cancel(db: sqlite3.Connection, tenant: str, batch_id: str, now: int) -> Batch:
+def cancel(db: Database, tenant: str, batch_id: str, now: int) -> Batch:
     """Cancel a batch: it ends without the lines that have not begun. Raises `ApiError` if it has already ended."""
     batch = get(db, tenant, batch_id)
     if batch.ended_s is not None:
@@ -147,24 +146,18 @@ def cancel(db: sqlite3.Connection, tenant: str, batch_id: str, now: int) -> Batc
 # --- for the runner ---------------------------------------------------------------------------------------------------
 
 
-def open_batches(db: sqlite3.Connection) -> list[Batch]:
+def open_batches(db: Database) -> list[Batch]:
     """Those of all tenants that are to be worked on."""
-    return [Batch(**row) for row in db.execute(_OPEN, (AT_ONCE,))]
+    return [Batch(*row) for row in db.execute(_OPEN, (AT_ONCE,))]
 
 
-def input_lines(db: sqlite3.Connection, batch: Batch, after: int, bytes_most: int) -> list[tuple[int, bytes]]:
+def input_lines(db: Database, batch: Batch, after: int, bytes_most: int) -> list[tuple[int, bytes]]:
     """Its requests behind the line `after`, up to about so many bytes."""
-    found, size = [], 0
-    query = "SELECT number, data FROM lines WHERE file_id = ? AND number > ? AND is_request ORDER BY number"
-    for number, data in db.execute(query, (batch.input_file_id, after)):
-        found.append((number, data))
-        size += len(data)
-        if size >= bytes_most:
-            break
-    return found
+    source = "lines WHERE file_id = ? AND is_request"
+    return files.read_lines(db, source, (batch.input_file_id,), after, bytes_most)
 
 
-def start(db: sqlite3.Connection, batch: Batch, total: int, now: int) -> None:
+def start(db: Database, batch: Batch, total: int, now: int) -> None:
     """Start a batch whose lines are all valid."""
     db.execute(
         "UPDATE batches SET status = 'in_progress', started_s = ?, total = ? WHERE id = ? AND status = 'validating'",
@@ -172,26 +165,26 @@ def start(db: sqlite3.Connection, batch: Batch, total: int, now: int) -> None:
     )
 
 
-def refuse(db: sqlite3.Connection, batch: Batch, errors: Sequence[dict[str, Any]], now: int) -> None:
+def refuse(db: Database, batch: Batch, errors: Sequence[dict[str, Any]], now: int) -> None:
     """End a batch as failed because lines of it are invalid."""
     shown = msgspec.json.encode({"object": "list", "data": list(errors)})
     db.execute("UPDATE batches SET errors = ? WHERE id = ?", (shown, batch.id))
     finish(db, batch, "failed", now)
 
 
-def lines_left(db: sqlite3.Connection, batch: Batch) -> list[int]:
+def lines_left(db: Database, batch: Batch) -> list[int]:
     """Numbers of the lines without a result."""
     return [row[0] for row in db.execute(_LEFT, (batch.input_file_id, batch.id))]
 
 
-def line(db: sqlite3.Connection, batch: Batch, number: int) -> tuple[bytes, int]:
+def line(db: Database, batch: Batch, number: int) -> tuple[bytes, int]:
     """One line, and how many bytes its tenant has in the store."""
     query = "SELECT data FROM lines WHERE file_id = ? AND number = ?"
     data: bytes = db.execute(query, (batch.input_file_id, number)).fetchone()[0]
     return data, files.held_bytes(db, batch.tenant)
 
 
-def put_result(db: sqlite3.Connection, batch: Batch, number: int, is_error: bool, data: bytes) -> bool:
+def put_result(db: Database, batch: Batch, number: int, is_error: bool, data: bytes) -> bool:
     """Write a line's result. Returns whether it was written: a line keeps its first result, and an ended batch gets no
     more."""
     if not db.execute(_PUT, (number, is_error, data, batch.id)).rowcount:
@@ -202,7 +195,7 @@ def put_result(db: sqlite3.Connection, batch: Batch, number: int, is_error: bool
     return True
 
 
-def expire_lines(db: sqlite3.Connection, batch: Batch, most: int) -> int:
+def expire_lines(db: Database, batch: Batch, most: int) -> int:
     """Lines that have not run get a result that says so, `most` at the most; returns how many."""
     message = "The completion window of the batch ended before this request had run."
     numbers = [row[0] for row in db.execute(f"{_LEFT} LIMIT ?", (batch.input_file_id, batch.id, most))]
@@ -213,10 +206,10 @@ def expire_lines(db: sqlite3.Connection, batch: Batch, most: int) -> int:
     return len(numbers)
 
 
-def finish(db: sqlite3.Connection, batch: Batch, status: str, now: int) -> None:
+def finish(db: Database, batch: Batch, status: str, now: int) -> None:
     """End a batch and make its results readable. Result files without any results are deleted."""
     db.execute(
-        "UPDATE files SET is_ready = 1, created_s = ?, expires_s = ? WHERE batch_id = ? AND bytes > 0",
+        "UPDATE files SET is_ready = TRUE, created_s = ?, expires_s = ? WHERE batch_id = ? AND bytes > 0",
         (now, now + batch.keep_s, batch.id),
     )
     db.execute("DELETE FROM files WHERE batch_id = ? AND bytes = 0", (batch.id,))
@@ -227,10 +220,10 @@ def finish(db: sqlite3.Connection, batch: Batch, status: str, now: int) -> None:
     )
 
 
-def prune(db: sqlite3.Connection, before_s: int, most: int) -> int:
+def prune(db: Database, before_s: int, most: int) -> int:
     """Delete batches that ended before then and have no file of results left, `most` at the most; returns how many."""
     query = (
         "DELETE FROM batches WHERE id IN (SELECT id FROM batches WHERE ended_s < ? AND NOT EXISTS"
         " (SELECT 1 FROM files WHERE batch_id = batches.id) LIMIT ?)"
     )
-    return db.execute(query, (before_s, most)).rowcount
+    return int(db.execute(query, (before_s, most)).rowcount)

@@ -1,16 +1,14 @@
 """Runs batches: checks their lines, answers each one as if it had come by HTTP, and writes its result.
 
-If several gateways share a store, the one that holds the lock on `FILE.lock` runs the batches. The kernel frees the lock when
-its holder ends in any way. Then another gateway goes on with the lines that have no result. A line that was being answered
-when its gateway was killed is answered again, and only one result of it is ever written.
+If several gateways share a store, one of them runs the batches (`BatchStore.lead`). When it ends in any way, another gateway
+goes on with the lines that have no result. A line that was being answered when its gateway was killed is answered again, and
+only one result of it is ever written.
 
 A line is answered in the lowest priority class that its tenant may use, with the end of the batch as its deadline. If it is
 refused for now, it runs again later, until the batch expires.
 """
 
 import asyncio
-import fcntl
-import os
 from collections import Counter
 from collections.abc import Coroutine
 from functools import partial
@@ -20,7 +18,7 @@ from gateway.batches import batches, files
 from gateway.batches.batches import Batch
 from gateway.batches.line_queue import LineQueue
 from gateway.batches.lines import ERRORS_MAX, BatchLine, LineChecker, parse_line, result, unanswered
-from gateway.batches.store import BatchService, StoreError
+from gateway.batches.store import BatchService
 from gateway.http.errors import ApiError
 from gateway.http.request_log import RequestInfo
 from gateway.metrics import BatchMetrics
@@ -31,7 +29,8 @@ from gateway.responses.routes import ResponsesApi
 from gateway.tenancy import lowest_class
 from runtime.process import clock, log
 from runtime.process.driver import cancelled, watched
-from runtime.storage.lock_file import is_at, lock_of, open_lock
+from runtime.process.rate_limited_log import RateLimitedLog
+from runtime.storage.errors import StorageError
 
 _log = log.get("crossdock.batches")
 POLL_S: Final = 1.0  # Seconds between two checks for batches that were sent to another gateway, and for waiting lines
@@ -45,39 +44,13 @@ _EXPIRE_MAX: Final = 500  # Lines that get the result that they have expired, in
 _DEADLINE_MS_MAX: Final = 86_400_000.0
 
 
-class RunnerLock:
-    def __init__(self, store_path: str) -> None:
-        self._path = lock_of(store_path)
-        self._descriptor: int | None = None
-
-    def take(self) -> bool:
-        """Whether this process holds the lock now. Raises `OSError`."""
-        if self._descriptor is not None:
-            if is_at(self._descriptor, self._path):
-                return True
-            self.give_up()  # the file was removed, and another process may have a new one
-        descriptor = open_lock(self._path)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return False
-        self._descriptor = descriptor
-        return True
-
-    def give_up(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-
 class BatchRunner:
     def __init__(self, gateway: Gateway, service: BatchService, metrics: BatchMetrics, lines_max: int) -> None:
         self._gateway = gateway
         self._service = service
         self._store = service.store
         self._metrics = metrics
-        self._lock = RunnerLock(str(service.store.path))
+        self._term = 0  # in which this gateway runs batches; 0: another one does
         self._queue = LineQueue(lines_max)
         self._batches: dict[str, Batch] = {}
         self._tasks: dict[asyncio.Task[None], str] = {}  # Checks and lines under way, each with its batch
@@ -86,6 +59,8 @@ class BatchRunner:
         self._time = clock.SettledTime()
         self._woken = asyncio.Event()
         service.wake = self._woken.set
+        self._store.on_lost = self._lost
+        self._say_failed = RateLimitedLog(_log.error)
         metrics.running = lambda: self._queue.running
 
     async def run(self) -> None:
@@ -95,8 +70,8 @@ class BatchRunner:
                 self._woken.clear()
                 try:
                     await self._look()
-                except (StoreError, OSError) as error:
-                    _log.error("batches cannot go on", error=str(error))
+                except StorageError as error:
+                    self._say_failed("batches cannot go on", error=str(error))
                 try:
                     async with asyncio.timeout(POLL_S):
                         await self._woken.wait()
@@ -104,13 +79,22 @@ class BatchRunner:
                     pass
         finally:
             await cancelled(*self._tasks)
-            self._lock.give_up()
+            await self._store.give_up()
+
+    def _lost(self) -> None:
+        """Another gateway may run the batches from now on. The next look forgets them."""
+        for task in self._tasks:
+            task.cancel()
+        self._woken.set()
 
     async def _look(self) -> None:
-        """Find out what there is to do, and begin it. Raises `StoreError`, `OSError`."""
-        if not self._lock.take():
-            for batch_id in list(self._batches):  # the lock was lost, as by removing its file
+        """Find out what there is to do, and begin it. Raises `StorageError`."""
+        term = await self._store.lead()
+        if term != self._term:
+            for batch_id in list(self._batches):  # of the term before, if there was one
                 await self._drop(batch_id)
+            self._term = term
+        if not term:
             return
         settled_s = self._time.at(clock.unix_time(), clock.now())
         for batch in await self._store.read(batches.open_batches):
@@ -155,7 +139,7 @@ class BatchRunner:
                 self._say(batch, "failed")
             else:
                 await self._store.write(batches.start, batch, checker.total, now_s)
-        except StoreError as error:
+        except StorageError as error:
             _log.error("a batch cannot be checked", batch=batch.id, error=str(error))
             return  # the next look begins anew
         self._woken.set()
@@ -200,7 +184,7 @@ class BatchRunner:
             outcome = await self._answer(batch, number)
         except ApiError as error:
             self._put_back(batch, number, error.retry_after_s or 1.0)
-        except StoreError as error:
+        except StorageError as error:
             _log.error("a line of a batch cannot go on", batch=batch.id, line=number, error=str(error))
             self._put_back(batch, number, _STORE_FAILED_S)
         else:
@@ -217,7 +201,7 @@ class BatchRunner:
             self._queue.put_back(batch.id, number, clock.now() + min(after_s, _PUT_BACK_S_MAX))
 
     async def _answer(self, batch: Batch, number: int) -> str:
-        """Answer one line and write its result. Raises `ApiError` if it is to run again, and `StoreError`."""
+        """Answer one line and write its result. Raises `ApiError` if it is to run again, and `StorageError`."""
         data, held = await self._store.read(batches.line, batch, number)
         line = await self._gateway.threads.run(batch.tenant, len(data), partial(parse_line, data))
         del data

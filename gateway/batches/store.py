@@ -1,43 +1,31 @@
-"""The SQLite file of uploaded files, batches and results, and the two threads that use it: one writes, one reads.
+"""Where files, batches and results are kept: tables, and the interface of the two stores that have them.
 
-A commit is on disk when it returns (`synchronous=FULL`). So everything confirmed to a client survives kill -9 and a loss of
-power. Several gateways of one host may use the same file; SQLite's own locks keep their transactions apart.
+`sqlite_store` is one file, which the gateways of a host may share. `postgres_store` is a database for gateways on any hosts.
+Statements are written once, in what SQLite and PostgreSQL have in common.
 """
 
-import asyncio
 import secrets
-import sqlite3
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
 
-from filelock import FileLock
 from starlette.requests import Request
 
 from gateway.http.errors import ApiError
-from proto.errors import CrossdockError
-from runtime.process import clock
-from runtime.storage.lock_file import network_file_system
-from runtime.storage.private_file import make_private
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_BUSY_TIMEOUT_S: Final = 10.0
 DAY_S: Final = 86_400
 FILE_BYTES_MAX: Final = 64 << 20
-SOON_S: Final = 2.0  # A client's request waits so long for its turn at the file
-_VERSION: Final = 1
-_SCHEMA: Final = """
+VERSION: Final = 1
+SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS files (
     id TEXT PRIMARY KEY,        -- in the order of creation, as those of batches
     tenant TEXT NOT NULL,
     name TEXT NOT NULL,
-    is_ready INTEGER NOT NULL,  -- 0: still being uploaded, or the results of a batch that has not ended
+    is_ready BOOLEAN NOT NULL,  -- false: still being uploaded, or the results of a batch that has not ended
     batch_id TEXT,              -- of the batch whose results these are; NULL: uploaded
-    is_errors INTEGER NOT NULL DEFAULT 0,
+    is_errors BOOLEAN NOT NULL DEFAULT FALSE,
     bytes INTEGER NOT NULL DEFAULT 0,
     created_s INTEGER NOT NULL, -- Unix time, as all of these
     expires_s INTEGER NOT NULL
@@ -47,7 +35,7 @@ CREATE INDEX IF NOT EXISTS files_by_end ON files (expires_s);
 CREATE TABLE IF NOT EXISTS lines (
     file_id TEXT NOT NULL,
     number INTEGER NOT NULL,    -- from 1
-    is_request INTEGER NOT NULL, -- 0: blank
+    is_request BOOLEAN NOT NULL, -- false: blank
     data BLOB NOT NULL,         -- with its end of line
     PRIMARY KEY (file_id, number)
 );
@@ -77,129 +65,50 @@ CREATE INDEX IF NOT EXISTS batches_open ON batches (tenant, id) WHERE ended_s IS
 CREATE TABLE IF NOT EXISTS results (
     batch_id TEXT NOT NULL,
     number INTEGER NOT NULL,    -- of the line that it answers
-    is_error INTEGER NOT NULL,
+    is_error BOOLEAN NOT NULL,
     data BLOB NOT NULL,
     PRIMARY KEY (batch_id, number) -- a line has one result, however often it is computed
 );
 """
 
 
-class StoreError(CrossdockError):
-    """The file cannot be opened, read or written; `str()` has its path."""
+class Database(Protocol):
+    """A connection with a transaction that has begun. `?` stands for a value."""
+
+    def execute(self, statement: str, values: Sequence[Any] = (), /) -> Any:
+        """Returns a cursor, whose rows are sequences."""
+
+    def executemany(self, statement: str, rows: Iterable[Sequence[Any]], /) -> Any: ...
 
 
-class Store:
-    """Used on the event loop's thread. Each call is one transaction."""
+Work = Callable[Concatenate[Database, P], T]
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path).expanduser()
-        self._db: sqlite3.Connection | None = None
-        self._reading_db: sqlite3.Connection | None = None
-        self._thread = ThreadPoolExecutor(1, "batches")
-        self._reading_thread = ThreadPoolExecutor(1, "batches-read")
+
+class BatchStore(Protocol):
+    """Used on the event loop's thread. Each call is one transaction, which is undone if `work` raises."""
+
+    on_lost: Callable[[], None]
+    """Told when another process may run the batches from then on."""
 
     async def open(self) -> None:
-        """Raises `StoreError`."""
-        await self._call(self._thread, self._open)
+        """Raises `StorageError`."""
 
-    async def close(self) -> None:
-        """Transactions that have begun are finished first."""
-        await self._call(self._reading_thread, self._close_reading)
-        await self._call(self._thread, self._close)
+    async def close(self) -> None: ...
 
-    async def write(self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kw: P.kwargs) -> T:
-        """The result of `work`, in a transaction that is undone if it raises. Raises `StoreError`."""
-        return await self._call(self._thread, partial(self._write, lambda db: work(db, *args, **kw), None))
+    async def read(self, work: Work[P, T], *args: P.args, **kw: P.kwargs) -> T:
+        """The result of `work`, which changes nothing. It waits for no transaction that writes. Raises `StorageError`."""
 
-    async def write_soon(
-        self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kw: P.kwargs
-    ) -> T:
-        """As `write`. Raises `StoreError` also if the transaction has not begun after `SOON_S`: the file is locked, or an
-        earlier transaction waits for the disk."""
-        writing = partial(self._write, lambda db: work(db, *args, **kw), clock.now() + SOON_S)
-        return await self._call(self._thread, writing, SOON_S)
+    async def write_soon(self, work: Work[P, T], *args: P.args, **kw: P.kwargs) -> T:
+        """The result of `work`, for a client. Raises `StorageError` if its turn does not come soon."""
 
-    async def read(self, work: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kw: P.kwargs) -> T:
-        """The result of `work`, which changes nothing. It waits for no transaction that writes. Raises `StoreError`."""
-        return await self._call(self._reading_thread, partial(self._read, lambda db: work(db, *args, **kw)))
+    async def write(self, work: Work[P, T], *args: P.args, **kw: P.kwargs) -> T:
+        """The result of `work`, for the runner. Raises `StorageError`, also if this process may no longer run the batches."""
 
-    async def _call(self, thread: ThreadPoolExecutor, work: Callable[[], T], begin_s: float | None = None) -> T:
-        job = thread.submit(work)
-        waiting = asyncio.wrap_future(job)
-        try:
-            await asyncio.wait({waiting}, timeout=begin_s)
-            if job.cancel():  # it has not begun
-                raise StoreError(f"{self.path}: earlier transactions take longer than {SOON_S:.0f} s")
-            return await waiting
-        except (sqlite3.Error, OSError) as error:
-            raise StoreError(f"{self.path}: {error}") from None
-        finally:
-            waiting.cancel()
+    async def lead(self) -> int:
+        """Returns the term in which this process runs the batches, or 0 if another one does. Raises `StorageError`."""
 
-    # --- on the threads -----------------------------------------------------------------------------------------------
-
-    def _open(self) -> None:
-        make_private(self.path)
-        if kind := network_file_system(self.path.resolve().parent):
-            raise StoreError(f"{self.path} is on {kind}, a network file system, whose locks may be lost")
-        # One process at a time: if two change a file to WAL at once, they fail, and SQLite's own wait for locks does not help.
-        with FileLock(f"{self.path}.opening", timeout=_BUSY_TIMEOUT_S, mode=0o600):
-            self._db = self._prepared()
-        # Made here, and used on the other thread only.
-        self._reading_db = sqlite3.connect(self.path, timeout=SOON_S, isolation_level=None, check_same_thread=False)
-        self._reading_db.row_factory = sqlite3.Row
-        self._reading_db.execute("PRAGMA query_only = 1")
-
-    def _prepared(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self.path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
-        try:
-            version = db.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, _VERSION):
-                raise StoreError(f"{self.path}: it is of version {version}, this program writes version {_VERSION}")
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = FULL")
-            db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT")
-        except BaseException:
-            db.close()
-            raise
-        db.row_factory = sqlite3.Row
-        return db
-
-    def _close(self) -> None:
-        if self._db is not None:
-            self._db.close()
-            self._db = None
-
-    def _close_reading(self) -> None:
-        if self._reading_db is not None:
-            self._reading_db.close()
-            self._reading_db = None
-
-    def _write(self, work: Callable[[sqlite3.Connection], T], begin_by: float | None) -> T:
-        db = self._open_one(self._db)
-        patience_s = _BUSY_TIMEOUT_S if begin_by is None else max(begin_by - clock.now(), 0.0)
-        db.execute(f"PRAGMA busy_timeout = {round(1000 * patience_s)}")
-        return _in_transaction(db, "BEGIN IMMEDIATE", work)
-
-    def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        return _in_transaction(self._open_one(self._reading_db), "BEGIN", work)
-
-    def _open_one(self, db: sqlite3.Connection | None) -> sqlite3.Connection:
-        if db is None:
-            raise StoreError(f"{self.path}: it is closed")
-        return db
-
-
-def _in_transaction(db: sqlite3.Connection, begin: str, work: Callable[[sqlite3.Connection], T]) -> T:
-    db.execute(begin)
-    try:
-        result = work(db)
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:  # an error like a full disk has undone it already
-            db.execute("ROLLBACK")
-        raise
-    return result
+    async def give_up(self) -> None:
+        """Let another process run the batches."""
 
 
 def new_id(now: float) -> str:
@@ -207,13 +116,13 @@ def new_id(now: float) -> str:
     return f"{int(now * 1000):012x}{secrets.token_hex(8)}"
 
 
-def insert(db: sqlite3.Connection, table: str, **values: Any) -> None:
+def insert(db: Database, table: str, **values: Any) -> None:
     db.execute(f"INSERT INTO {table} ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})", [*values.values()])
 
 
 @dataclass
 class BatchService:
-    store: Store
+    store: BatchStore
     file_bytes_max: int
     tenant_bytes_max: int  # Bytes of all files and results of one tenant, with what each file and batch counts beside
     keep_s: int
@@ -224,6 +133,6 @@ def service_of(request: Request) -> BatchService:
     """Raises `ApiError` (404) where this gateway has none."""
     service = request.app.state.batches
     if not isinstance(service, BatchService):
-        message = "This gateway keeps no files and batches: it was started without --batch-db."
+        message = "This gateway keeps no files and batches: it was started without --batch-db and --database."
         raise ApiError(404, message, code="batches_not_enabled")
     return service

@@ -40,7 +40,7 @@ def run(settings: ServeSettings) -> int:
 
     def begin() -> Coroutine[Any, Any, int]:
         model = resolve.ready(settings.model, settings.model_id, console)
-        batch_db = settings.batch_db or default_batch_db(model.model_id)
+        batch_db = settings.batch_db or ("" if getattr(settings, "database", "") else default_batch_db(model.model_id))
         return _serve(settings.model_copy(update={"batch_db": batch_db}), model, console, started_at)
 
     return run_until_stopped(begin, console)

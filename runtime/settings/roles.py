@@ -130,7 +130,7 @@ class BatchOptions(Options):
     batch_db: str = Field(
         "",
         description="SQLite file for /v1/files and /v1/batches, on a local disk; gateways of one host that serve the same"
-        " models may share it, and one of them runs the batches. Empty or off: neither is served.",
+        " models may share it, and one of them runs the batches. Empty: --database if there is one. Off: neither is served.",
     )
     batch_lines_max: int = Field(
         32,
@@ -250,8 +250,9 @@ class GatewaySettings(JwtOptions, BatchOptions, ClientSettings):
     database: str = Field(
         "",
         max_length=4096,
-        description="PostgreSQL that keeps answers of /v1/responses, so that any gateway finds them, also after a restart; as"
-        " postgresql://USER@HOST/NAME, without a password: PGPASSWORD or a passfile has it. It may be the coordinators'.",
+        description="PostgreSQL that keeps answers of /v1/responses, files and batches, so that any gateway finds them, also"
+        " after a restart; as postgresql://USER@HOST/NAME, without a password: PGPASSWORD or a passfile has it. It may be the"
+        " coordinators'. It takes the place of --batch-db; its gateways serve the same models, unless --batch-db is off.",
     )
     body_bytes_max: int = Field(
         8 << 20, ge=1024, le=1 << 30, description="Largest request body in bytes; over it is 413."
@@ -305,6 +306,8 @@ class GatewaySettings(JwtOptions, BatchOptions, ClientSettings):
     def _check(self) -> Self:
         if self.database:
             check_database("--database", self.database)
+            if self.batch_db not in BATCHES_OFF:
+                raise ValueError("--database: takes the place of --batch-db; leave it out")
         names = [self.served_model_id, *self.served_model_name, *(name for name, _ in self.other_models)]
         if len(set(names)) < len(names):
             raise ValueError("--more-models, --served-model-name: two models have the same name")

@@ -18,7 +18,9 @@ from runtime.storage.errors import StorageError, StorageUnavailable
 
 CONNECT_S: Final = 2  # the least that libpq takes
 _READ_ONLY: Final = "25006"  # SQLSTATE, as after a failover
-_SESSION: Final = "-c search_path=crossdock -c statement_timeout=8s -c lock_timeout=1s"
+_SESSION: Final = (
+    "-c search_path=crossdock -c statement_timeout=8s -c lock_timeout=1s -c idle_in_transaction_session_timeout=8s"
+)
 _PREPARE_LOCK: Final = 0x63726F73  # processes that start at the same time create tables one after the other
 
 

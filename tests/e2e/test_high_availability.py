@@ -15,9 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.postgres.lease import LEASE_S
 from launcher.admin.tenants import new_key
 from launcher.local.ports import free_port
+from runtime.lease.lease import LEASE_S
 from tests.e2e.netns import Network, network
 from tests.e2e.parts import Parts, parts
 from tests.postgres_server import PostgresServer, postgres_server

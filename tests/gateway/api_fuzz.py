@@ -16,7 +16,8 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 
 from gateway.app import create_app
-from gateway.batches.store import DAY_S, BatchService, Store
+from gateway.batches.sqlite_store import SqliteBatchStore
+from gateway.batches.store import DAY_S, BatchService
 from tests.gateway.fakes import MODEL, make_site, served
 
 BOTH = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
@@ -31,7 +32,7 @@ def fake_server() -> Iterator[str]:
     async def serve() -> None:
         site = make_site(client_timeout_s=5.0)
         with TemporaryDirectory() as folder:
-            store = Store(f"{folder}/batches.sqlite")
+            store = SqliteBatchStore(f"{folder}/batches.sqlite")
             await store.open()
             site.app = create_app(site.gateway, BatchService(store, 1 << 20, 1 << 26, DAY_S))
             async with served(site) as url:

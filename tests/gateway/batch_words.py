@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import json
-import sqlite3
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import httpx
 
 from gateway.app import create_app
 from gateway.batches.runner import BatchRunner
-from gateway.batches.store import DAY_S, BatchService, Store
+from gateway.batches.sqlite_store import SqliteBatchStore
+from gateway.batches.store import DAY_S, BatchService, BatchStore, Database
 from gateway.metrics import BatchMetrics
 from runtime.metrics.registry import MetricsRegistry
 from runtime.process.driver import cancelled
@@ -102,7 +102,16 @@ class Desk:
         return [json.loads(line) for line in answer.content.splitlines()]
 
 
-def on_desk(test: Callable[[Desk], Awaitable[None]], path: Path, **options: Any) -> None:
+def store_at(place: Path | str) -> BatchStore:
+    """`place`: an SQLite file, or the URL of a database."""
+    if isinstance(place, Path):
+        return SqliteBatchStore(place)
+    from gateway.batches.postgres_store import PostgresBatchStore
+
+    return PostgresBatchStore(place, "a gateway")
+
+
+def on_desk(test: Callable[[Desk], Awaitable[None]], place: Path | str, **options: Any) -> None:
     """`options`: of the service, `lines_max`, and of the site."""
 
     async def body() -> None:
@@ -112,7 +121,7 @@ def on_desk(test: Callable[[Desk], Awaitable[None]], path: Path, **options: Any)
         site = make_site(**options)
         if body_bytes_max:
             site.gateway.intake.body_bytes_max = body_bytes_max
-        store = Store(path)
+        store = store_at(place)
         await store.open()
         desk = Desk(site, BatchService(store, **bounds), lines_max)  # type: ignore[arg-type]
         try:
@@ -144,7 +153,7 @@ async def left(desk: Desk) -> dict[str, int]:
     """Rows in the store, by table."""
     tables = ("files", "lines", "batches", "results")
 
-    def count(db: sqlite3.Connection) -> dict[str, int]:
+    def count(db: Database) -> dict[str, int]:
         return {name: db.execute(f"SELECT COUNT(*) FROM {name}").fetchone()[0] for name in tables}
 
     return await desk.service.store.read(count)

@@ -9,12 +9,12 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.batches import batches, runner
+from gateway.batches import batches, runner, sqlite_store
 from gateway.batches.lines import ERRORS_MAX
-from gateway.batches.store import BatchService, Store
+from gateway.batches.store import BatchService
 from proto.errors import Reject
 from runtime.process import clock
-from tests.gateway.batch_words import KEYS, TENANTS, Desk, jsonl, left, on_desk, request, requests
+from tests.gateway.batch_words import KEYS, TENANTS, Desk, jsonl, left, on_desk, request, requests, store_at
 from tests.gateway.fakes import ANSWER, rejecting, served
 from tests.helpers import until
 
@@ -25,7 +25,7 @@ def ids(lines: list[dict[str, Any]]) -> list[str]:
     return [line["custom_id"] for line in lines]
 
 
-def test_batch_gives_one_result_per_line(tmp_path: Path) -> None:
+def test_batch_gives_one_result_per_line(place: Path | str) -> None:
     """Every line of a batch has one result, in the output file or in the error file."""
 
     async def body(desk: Desk) -> None:
@@ -48,7 +48,7 @@ def test_batch_gives_one_result_per_line(tmp_path: Path) -> None:
         listed = (await desk.ask("GET", "/v1/batches")).json()
         assert listed["data"] == [batch] and not listed["has_more"]
 
-    on_desk(body, tmp_path / DB)
+    on_desk(body, place)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_batch_gives_one_result_per_line(tmp_path: Path) -> None:
         ("/v1/responses", {"input": "Hi", "prompt": None, "max_tokens": None, "max_output_tokens": 64}),
     ],
 )
-def test_batch_line_answers_as_over_http(tmp_path: Path, url: str, body: dict[str, Any]) -> None:
+def test_batch_line_answers_as_over_http(place: Path | str, url: str, body: dict[str, Any]) -> None:
     """A line's answer is the one that its endpoint gives over HTTP."""
 
     async def test(desk: Desk) -> None:
@@ -72,10 +72,10 @@ def test_batch_line_answers_as_over_http(tmp_path: Path, url: str, body: dict[st
         told = found["response"]["body"].get("choices") or found["response"]["body"]["output"][0]["content"]
         assert told == (direct.get("choices") or direct["output"][0]["content"])
 
-    on_desk(test, tmp_path / DB)
+    on_desk(test, place)
 
 
-def test_openai_client_runs_a_batch(tmp_path: Path) -> None:
+def test_openai_client_runs_a_batch(place: Path | str) -> None:
     """OpenAI's client uploads a file, runs a batch and reads the results."""
 
     async def body(desk: Desk) -> None:
@@ -100,10 +100,10 @@ def test_openai_client_runs_a_batch(tmp_path: Path) -> None:
             assert (await client.files.delete(file.id)).deleted
             await client.close()
 
-    on_desk(body, tmp_path / DB)
+    on_desk(body, place)
 
 
-def test_batch_lines_run_in_batch_class(tmp_path: Path) -> None:
+def test_batch_lines_run_in_batch_class(place: Path | str) -> None:
     """Lines run in the priority class batch, with the end of the batch as their deadline."""
 
     async def body(desk: Desk) -> None:
@@ -116,13 +116,13 @@ def test_batch_lines_run_in_batch_class(tmp_path: Path) -> None:
         slo = desk.site.gateway.metrics.slo
         assert not [sample for family in slo.collect() for sample in family.samples], "no SLO is missed by waiting"
 
-    on_desk(body, tmp_path / DB, tenants=TENANTS)
+    on_desk(body, place, tenants=TENANTS)
 
 
 # --- kills and restarts ---------------------------------------------------------------------------------------------
 
 
-def test_killed_gateway_reruns_unfinished_lines(tmp_path: Path) -> None:
+def test_killed_gateway_reruns_unfinished_lines(place: Path | str) -> None:
     """Lines without a result run again after a kill, and no others do."""
 
     async def body(desk: Desk) -> None:
@@ -141,16 +141,16 @@ def test_killed_gateway_reruns_unfinished_lines(tmp_path: Path) -> None:
         # A write that was under way at the kill may have landed after `done` was read.
         assert len(desk.site.cluster.submits) - submitted <= 40 - done
 
-    on_desk(body, tmp_path / DB)
+    on_desk(body, place)
 
 
-def test_second_gateway_takes_over_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_gateway_takes_over_batches(place: Path | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two gateways runs the lines, and the other takes over when it is gone."""
     monkeypatch.setattr(runner, "POLL_S", 0.02)
 
     async def body(desk: Desk) -> None:
         desk.site.cluster.gap_s = 0.01
-        store = Store(tmp_path / DB)
+        store = store_at(place)
         await store.open()
         other = Desk(desk.site, BatchService(store, 1 << 20, 8 << 20, 1000))
         desk.start()
@@ -166,10 +166,10 @@ def test_second_gateway_takes_over_batches(tmp_path: Path, monkeypatch: pytest.M
         await other.kill()
         await store.close()
 
-    on_desk(body, tmp_path / DB)
+    on_desk(body, place)
 
 
-def test_line_keeps_its_first_result(tmp_path: Path) -> None:
+def test_line_keeps_its_first_result(place: Path | str) -> None:
     """A later result of the same line is not written."""
 
     async def body(desk: Desk) -> None:
@@ -186,12 +186,12 @@ def test_line_keeps_its_first_result(tmp_path: Path) -> None:
         assert found["request_counts"] == {"total": 1, "completed": 1, "failed": 0} and found["error_file_id"] is None
         assert (await desk.ask("GET", f"/v1/files/{found['output_file_id']}/content")).content == b"first\n"
 
-    on_desk(body, tmp_path / DB)
+    on_desk(body, place)
 
 
 def test_removed_lock_file_leaves_one_runner(tmp_path: Path) -> None:
     """A lock file that is removed while held lets the next one run, and the first no more."""
-    first, second = runner.RunnerLock(str(tmp_path / DB)), runner.RunnerLock(str(tmp_path / DB))
+    first, second = sqlite_store.RunnerLock(str(tmp_path / DB)), sqlite_store.RunnerLock(str(tmp_path / DB))
     assert first.take() and not second.take()
     (tmp_path / f"{DB}.lock").unlink()
     assert second.take() and not first.take()
@@ -200,7 +200,7 @@ def test_removed_lock_file_leaves_one_runner(tmp_path: Path) -> None:
     first.give_up()
 
 
-def test_temporarily_refused_lines_run_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_temporarily_refused_lines_run_later(place: Path | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines refused because the queue is full run once there is room, after one line has tested it."""
     monkeypatch.setattr(runner, "POLL_S", 0.05)
 
@@ -217,10 +217,10 @@ def test_temporarily_refused_lines_run_later(tmp_path: Path, monkeypatch: pytest
         assert batch["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
         assert len(cluster.submits) == 9 + 12
 
-    on_desk(body, tmp_path / DB)
+    on_desk(body, place)
 
 
-def test_finally_refused_lines_have_errors(tmp_path: Path) -> None:
+def test_finally_refused_lines_have_errors(place: Path | str) -> None:
     """Lines that are refused for good are in the error file with their status."""
 
     async def body(desk: Desk) -> None:
@@ -231,10 +231,10 @@ def test_finally_refused_lines_have_errors(tmp_path: Path) -> None:
         assert batch["output_file_id"] is None
         assert [one["response"]["status_code"] for one in await desk.lines_of(batch["error_file_id"])] == [403, 403]
 
-    on_desk(body, tmp_path / DB)
+    on_desk(body, place)
 
 
-def test_line_bug_becomes_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_line_bug_becomes_its_result(place: Path | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unexpected exception in one line is a 500 in the error file, and the other lines run."""
     real = runner.answer_offline  # type: ignore[attr-defined]
 
@@ -250,10 +250,10 @@ def test_line_bug_becomes_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (error,) = await desk.lines_of(batch["error_file_id"])
         assert error["custom_id"] == "r1" and error["response"]["status_code"] == 500
 
-    on_desk(body, tmp_path / DB)
+    on_desk(body, place)
 
 
-def test_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
+def test_cancelled_batch_keeps_its_results(place: Path | str) -> None:
     """A cancelled batch ends its streams and keeps the results so far."""
 
     async def body(desk: Desk) -> None:
@@ -270,10 +270,10 @@ def test_cancelled_batch_keeps_its_results(tmp_path: Path) -> None:
         await until(lambda: not desk.site.gateway.backend.keeper.streams)
         assert (await desk.ask("POST", f"/v1/batches/{batch_id}/cancel")).json()["error"]["code"] == "batch_has_ended"
 
-    on_desk(body, tmp_path / DB)
+    on_desk(body, place)
 
 
-def test_unfinished_lines_expire_with_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_lines_expire_with_the_batch(place: Path | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines without a result when the window ends are in the error file as batch_expired."""
     monkeypatch.setattr(clock, "SETTLE_S", 0.0)
 
@@ -289,10 +289,10 @@ def test_unfinished_lines_expire_with_the_batch(tmp_path: Path, monkeypatch: pyt
         assert ids(errors) == [f"r{number}" for number in range(12)]
         assert {(one["error"]["code"], one["response"]) for one in errors} == {("batch_expired", None)}
 
-    on_desk(body, tmp_path / DB)
+    on_desk(body, place)
 
 
-def test_clock_jump_deletes_and_expires_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_jump_deletes_and_expires_nothing(place: Path | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wall clock that jumps by years while a batch runs neither ends the batch nor deletes a file."""
 
     async def body(desk: Desk) -> None:
@@ -306,7 +306,7 @@ def test_clock_jump_deletes_and_expires_nothing(tmp_path: Path, monkeypatch: pyt
         assert (await desk.ask("GET", f"/v1/files/{kept}")).status_code == 200
 
     monkeypatch.setattr(runner, "POLL_S", 0.05)
-    on_desk(body, tmp_path / DB)
+    on_desk(body, place)
 
 
 # --- what is wrong with lines -----------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ WRONG: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.parametrize(("line", "code"), WRONG, ids=[code for _, code in WRONG])
-def test_wrong_line_fails_the_batch(tmp_path: Path, line: bytes, code: str) -> None:
+def test_wrong_line_fails_the_batch(place: Path | str, line: bytes, code: str) -> None:
     """A batch with a wrong line fails with the line's number and code, and no line runs."""
 
     async def body(desk: Desk) -> None:
@@ -348,10 +348,10 @@ def test_wrong_line_fails_the_batch(tmp_path: Path, line: bytes, code: str) -> N
         assert (error["line"], error["code"]) == (5, code)
         assert not desk.site.cluster.submits and batch["output_file_id"] is batch["error_file_id"] is None
 
-    on_desk(body, tmp_path / DB)
+    on_desk(body, place)
 
 
-def test_errors_of_lines_are_bounded(tmp_path: Path) -> None:
+def test_errors_of_lines_are_bounded(place: Path | str) -> None:
     """A batch lists no more than ERRORS_MAX errors of its lines."""
 
     async def body(desk: Desk) -> None:
@@ -359,10 +359,10 @@ def test_errors_of_lines_are_bounded(tmp_path: Path) -> None:
         batch = await desk.ended(await desk.batch(b"x\n" * 1000))
         assert len(batch["errors"]["data"]) == ERRORS_MAX
 
-    on_desk(body, tmp_path / DB)
+    on_desk(body, place)
 
 
-def test_crlf_and_bom_are_accepted(tmp_path: Path) -> None:
+def test_crlf_and_bom_are_accepted(place: Path | str) -> None:
     """Files with CRLF line ends and a byte order mark run and are kept unchanged."""
 
     async def body(desk: Desk) -> None:
@@ -372,4 +372,4 @@ def test_crlf_and_bom_are_accepted(tmp_path: Path) -> None:
         assert batch["request_counts"]["completed"] == 2
         assert (await desk.ask("GET", f"/v1/files/{batch['input_file_id']}/content")).content == content
 
-    on_desk(body, tmp_path / DB)
+    on_desk(body, place)

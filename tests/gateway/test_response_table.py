@@ -5,7 +5,7 @@ import asyncio
 import hashlib
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -17,25 +17,12 @@ from gateway.response_store import COST_BYTES_MIN
 from tests.gateway.fakes import ANSWER, MODEL, Site, make_site, served
 from tests.gateway.test_responses import TENANTS, prompt_of
 from tests.helpers import printed, until
-from tests.postgres_server import PostgresServer, postgres_server
+from tests.postgres_server import PostgresServer
 
 psycopg = pytest.importorskip("psycopg")
 module: Any = pytest.importorskip("gateway.response_table")
+postgres_pool: Any = pytest.importorskip("gateway.postgres_pool")
 HOLD = b"x" * COST_BYTES_MIN
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[PostgresServer]:
-    with postgres_server() as running:
-        yield running
-
-
-@pytest.fixture
-def url(server: PostgresServer) -> Iterator[str]:
-    """An empty database."""
-    yield server.url
-    with psycopg.connect(server.url, autocommit=True) as db:
-        db.execute("DROP SCHEMA IF EXISTS crossdock CASCADE")
 
 
 def with_tables(url: str, test: Callable[..., Awaitable[None]], *keeps_s: float, **options: Any) -> None:
@@ -57,7 +44,7 @@ async def kept(table: Any, names: str, tenant: str = "") -> list[bool]:
     return [await table.get(tenant or name, name) is not None for name in names.split()]
 
 
-def test_response_is_found_at_another_gateway(url: str) -> None:
+def test_response_is_found_at_another_gateway(pg_url: str) -> None:
     """A response is found, read and deleted at another gateway, byte for byte; several gateways may make the table."""
 
     async def test(one: Any, two: Any) -> None:
@@ -70,10 +57,10 @@ def test_response_is_found_at_another_gateway(url: str) -> None:
             assert await one.get("a", odd) is None and not await one.delete("a", odd)
         assert await kept(two, "r s", "a") == [True, False]
 
-    with_tables(url, test, 60.0, 60.0)
+    with_tables(pg_url, test, 60.0, 60.0)
 
 
-def test_response_belongs_to_its_tenant(url: str) -> None:
+def test_response_belongs_to_its_tenant(pg_url: str) -> None:
     """Nobody but its tenant reads or deletes a response, also not another user of its organisation."""
 
     async def test(table: Any) -> None:
@@ -82,10 +69,10 @@ def test_response_belongs_to_its_tenant(url: str) -> None:
             assert await table.get(other, "r") is None and not await table.delete(other, "r")
         assert await table.get("acme/ann", "r") is not None
 
-    with_tables(url, test, 60.0)
+    with_tables(pg_url, test, 60.0)
 
 
-def test_table_is_bounded(url: str) -> None:
+def test_table_is_bounded(pg_url: str) -> None:
     """All responses, and those of one organisation, are bounded in bytes; those that hold most lose their oldest."""
 
     async def test(table: Any, _: Any) -> None:
@@ -103,10 +90,10 @@ def test_table_is_bounded(url: str) -> None:
         assert await kept(table, "b c d e f") == 5 * [True]
         assert await kept(table, "a2 a3", "a") == [False, True], "a held most"
 
-    with_tables(url, test, 60.0, 60.0, bytes_max=8 * COST_BYTES_MIN)
+    with_tables(pg_url, test, 60.0, 60.0, bytes_max=8 * COST_BYTES_MIN)
 
 
-def test_expired_responses_are_deleted(url: str) -> None:
+def test_expired_responses_are_deleted(pg_url: str) -> None:
     """A response that is over its time is not found, and is deleted without another request."""
 
     async def test(short: Any, long: Any) -> None:
@@ -116,24 +103,24 @@ def test_expired_responses_are_deleted(url: str) -> None:
         await asyncio.sleep(0.5)
         assert await kept(long, "old new", "a") == [False, True] and not await long.delete("a", "old")
         tidying = asyncio.create_task(long.run())
-        with psycopg.connect(url, autocommit=True) as db:
+        with psycopg.connect(pg_url, autocommit=True) as db:
             await until(lambda: db.execute("SELECT response_id FROM crossdock.responses").fetchall() == [("new",)])
         tidying.cancel()
 
-    with_tables(url, test, 0.5, 60.0)
+    with_tables(pg_url, test, 0.5, 60.0)
 
 
 def test_silent_database_holds_up_nothing(
-    server: PostgresServer, url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    pg_server: PostgresServer, pg_url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """While the database stands still, a put is dropped and a get fails, each in a bounded time, and the event loop runs on;
     afterwards both work again."""
-    monkeypatch.setattr(module, "ANSWER_S", 0.5)
-    monkeypatch.setattr(module, "WAIT_S", 1.0)
+    monkeypatch.setattr(postgres_pool, "ANSWER_S", 0.5)
+    monkeypatch.setattr(postgres_pool, "WAIT_S", 1.0)
 
     async def test(table: Any) -> None:
         await table.put("a", "r", b"[]", b"{}")
-        server.signal_all(signal.SIGSTOP)
+        pg_server.signal_all(signal.SIGSTOP)
         try:
             began = time.monotonic()
             ticks, first = 0, asyncio.create_task(table.put("a", "dropped", b"[]", b"{}"))
@@ -146,19 +133,19 @@ def test_silent_database_holds_up_nothing(
                 await table.get("a", "r")
             assert time.monotonic() - began < 0.2
         finally:
-            server.signal_all(signal.SIGCONT)
+            pg_server.signal_all(signal.SIGCONT)
         assert refused.value.status == 503 and int(refused.value.headers()["Retry-After"]) >= 1
         assert refused.value.code == "storage_unavailable" and "postgres" not in refused.value.message
-        await asyncio.sleep(module.RETRY_S + 0.1)
+        await asyncio.sleep(postgres_pool.RETRY_S + 0.1)
         assert await kept(table, "r", "a") == [True]
 
-    with_tables(url, test, 60.0)
+    with_tables(pg_url, test, 60.0)
     assert "a response is not kept" in printed(capfd)
 
 
-def test_tenant_cannot_take_every_call(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenant_cannot_take_every_call(pg_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that wait are bounded, and a tenant with many leaves room for others."""
-    monkeypatch.setattr(module, "CALLS_MAX", 8)
+    monkeypatch.setattr(postgres_pool, "CALLS_MAX", 8)
 
     async def test(table: Any) -> None:
         await table.put("quiet", "r", b"[]", b"{}")
@@ -167,10 +154,10 @@ def test_tenant_cannot_take_every_call(url: str, monkeypatch: pytest.MonkeyPatch
         assert sum(isinstance(one, ApiError) for one in done) == 46 and done[-1].items == b"[]"
         assert await kept(table, "r", "quiet") == [True], "refusals are no failures of the database"
 
-    with_tables(url, test, 60.0)
+    with_tables(pg_url, test, 60.0)
 
 
-def test_conversation_continues_at_other_gateway(server: PostgresServer, url: str) -> None:
+def test_conversation_continues_at_other_gateway(pg_server: PostgresServer, pg_url: str) -> None:
     """A response of one gateway, streamed or not, is continued at another, by its tenant alone. Without the database that gets
     503, and everything else goes on."""
     tenants = TENANTS.format(**{name: hashlib.sha256(name.encode()).hexdigest() for name in "ab"})
@@ -193,15 +180,15 @@ def test_conversation_continues_at_other_gateway(server: PostgresServer, url: st
             other = first.with_options(api_key="b")
             with pytest.raises(openai.NotFoundError, match="was not stored, or has expired"):
                 await other.responses.create(model=MODEL, input="x", previous_response_id=whole.id)
-            await asyncio.to_thread(server.stop)
+            await asyncio.to_thread(pg_server.stop)
             try:
                 with pytest.raises(openai.InternalServerError, match="cannot be read now") as refused:
                     await second.responses.create(model=MODEL, input="x", previous_response_id=whole.id)
                 assert refused.value.status_code == 503 and int(refused.value.response.headers["Retry-After"]) >= 1
                 assert (await second.responses.create(model=MODEL, input="alone")).output_text == ANSWER
             finally:
-                await asyncio.to_thread(server.start)
-            await asyncio.sleep(module.RETRY_S + 0.1)
+                await asyncio.to_thread(pg_server.start)
+            await asyncio.sleep(postgres_pool.RETRY_S + 0.1)
             again = await first.responses.create(model=MODEL, input="x", previous_response_id=whole.id)
             assert prompt_of(sites[0]).count(ANSWER) == 2
             await second.responses.delete(again.id)
@@ -209,4 +196,4 @@ def test_conversation_continues_at_other_gateway(server: PostgresServer, url: st
                 await first.responses.retrieve(again.id)
             await until(lambda: all(site.gateway.intake.idle for site in sites))
 
-    with_tables(url, test, 60.0, 60.0)
+    with_tables(pg_url, test, 60.0, 60.0)

@@ -47,7 +47,8 @@ NOT_OURS = {
 """Of them, and of what is in a `.venv`, only what they name of ours is checked."""
 HTTP_CODES = (
     "missing_api_key invalid_api_key model_not_found request_timeout request_too_large not_ready gateway_overloaded"
-    " unsupported_parameter too_many_open_requests storage_quota_exceeded batches_not_enabled unsupported_content_encoding"
+    " unsupported_parameter too_many_open_requests storage_quota_exceeded batches_not_enabled batch_store_failed"
+    " unsupported_content_encoding"
 ).split()
 
 

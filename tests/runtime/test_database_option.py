@@ -29,3 +29,11 @@ def test_gateway_refuses_bad_database() -> None:
         checked(GatewaySettings, {"model": "m", "database": "postgresql://u:secret@h/d"})
     assert "--database: has a password" in str(refused.value) and "secret" not in str(refused.value)
     assert checked(GatewaySettings, {"model": "m", "database": "postgresql://u@h/d"}).database
+
+
+def test_gateway_keeps_batches_in_one_place() -> None:
+    """A gateway with a database refuses a file of batches, and may switch batches off."""
+    options = {"model": "m", "database": "postgresql://u@h/d"}
+    with pytest.raises(SettingsError, match="--database: takes the place of --batch-db"):
+        checked(GatewaySettings, {**options, "batch_db": "f"})
+    assert checked(GatewaySettings, {**options, "batch_db": "off"}).database

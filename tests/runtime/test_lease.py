@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from coordinator.postgres.lease import LEASE_S, MARGIN_S, Lease, LeaseRow
+from runtime.lease.lease import LEASE_S, MARGIN, Lease, LeaseRow
 
 ROW = LeaseRow(7, 3, "one")
 
@@ -29,8 +29,8 @@ def test_leader_is_sure_until_the_margin() -> None:
     lease = Lease()
     assert not lease.is_held(0.0)
     lease.granted(8, 50.0)
-    assert lease.term == 8 and lease.is_held(50.0 + LEASE_S - MARGIN_S - 0.01)
-    assert not lease.is_held(50.0 + LEASE_S - MARGIN_S)
+    assert lease.term == 8 and lease.is_held(50.0 + LEASE_S * (1 - MARGIN) - 0.01)
+    assert not lease.is_held(50.0 + LEASE_S * (1 - MARGIN))
     lease.granted(8, 51.0)
     assert lease.is_held(50.0 + LEASE_S)
     lease.lose()

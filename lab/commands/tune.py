@@ -225,7 +225,7 @@ def report_of(
             "by_workers": [entry(one, found) for one in found.first],
             "class_attainment": class_attainment(best.outcome, goals),
             "what_if": [
-                {"load": load, "attainment": share, "goodput_requests_per_s": load * found.requests_per_s * share}
+                {"load": load, "attainment": share, "goodput_requests_per_s": found.rates[load] * share}
                 for load, share in found.at_loads.items()
             ],
             "what_if_requests": found.part_requests,

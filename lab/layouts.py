@@ -47,6 +47,7 @@ class LayoutSpace(Space):
 
     profiles: Mapping[int, Profile] = field(default_factory=dict)  # by degree
     named: tuple[Candidate, ...] = ()  # in place of all layouts
+    twice: frozenset[int] | None = None  # degrees whose workers can be mixed: they hold two contexts; None: all
 
     @cached_property
     def _merged(self) -> dict[tuple[int, int], Profile]:
@@ -84,7 +85,8 @@ class LayoutSpace(Space):
         for prefill, decode in product(self.profiles, repeat=2):
             counts = [(n, total - n * prefill) for n in range(1, -(-total // prefill))]
             pairs = [Workers(n, left // decode) for n, left in counts if left >= decode and left % decode == 0]
-            if self.mixed and prefill == decode and total and total % decode == 0:
+            can_mix = self.mixed and prefill == decode and (self.twice is None or decode in self.twice)
+            if can_mix and total and total % decode == 0:
                 pairs.append(Workers(0, 0, total // decode))
             found[prefill, decode] = [Candidate(one, 0, cards=(prefill, decode)) for one in pairs]
         return found
@@ -107,8 +109,16 @@ def cards_enough(one: Candidate, load_kept: float) -> int:
     return step * ceil(one.all_cards / load_kept / step)
 
 
-def cluster_toml(one: Candidate, model: str, profile: Profile) -> list[str]:
-    """Returns a whole cluster.toml that starts this layout on hosts of `HOST_CARDS` cards."""
+def context_kept(profile: Profile, longest: int) -> int:
+    """Returns the context that workers should be bounded to, in tokens, because their memory does not hold the model's own; 0:
+    it does. `longest`: of the requests, which the workers have memory for."""
+    capacities = profile.prefill_capacity, profile.decode_capacity
+    small = [one.context_tokens for one in capacities if one.context_tokens >= one.kv_tokens // 2]
+    return max(min(small), longest) if small else 0
+
+
+def cluster_toml(one: Candidate, model: str, profile: Profile, longest: int = 0) -> list[str]:
+    """Returns a whole cluster.toml that starts this layout on hosts of `HOST_CARDS` cards. `longest`: tokens of a request."""
     workers, (prefill, decode) = one.workers, one.cards
     roles = ("prefill", workers.prefill, prefill), ("decode", workers.decode, decode), ("mixed", workers.mixed, decode)
     lines = [f'model = "{model}"', 'keys = "keys"']
@@ -123,6 +133,7 @@ def cluster_toml(one: Candidate, model: str, profile: Profile) -> list[str]:
             first += degree
         lines += [f'workers = "{counts}"', f"gpus = {gpus}"]
     lines += ["", "[worker]", 'engine = "vllm"']
+    lines += [f"max_model_len = {context}"] if (context := context_kept(profile, longest)) else []
     for role, count, degree in roles:
         options = [f'vllm_args = "--tensor-parallel-size {degree}"'] if degree > 1 else []
         options += [f"max_seqs = {one.seqs_max}"] if one.seqs_max and role != "prefill" else []

@@ -22,7 +22,7 @@ from lab.advise import Workers
 from lab.goals import Goals
 from lab.limits import NO_LIMIT, Limit, limit_of
 from lab.play.options import RunOptions
-from lab.play.outcome import Floats, PlayedOutcome
+from lab.play.outcome import Bools, Floats, PlayedOutcome
 from lab.play.plays import Each, Play, outcome_of
 from lab.play.request import Sent
 from lab.profile import Profile
@@ -73,6 +73,8 @@ class Scored:
     requests: int = 0  # that it played
     shares: dict[float, Floats] = field(default_factory=dict, repr=False)
     """The share of requests that keep the SLO, by load: first of all requests, then of drawn windows."""
+    turns_per_s: dict[float, float] = field(default_factory=dict)
+    """Of sessions, by load: turns come faster if answers do."""
     outcome: PlayedOutcome | None = field(default=None, repr=False)  # at the traffic's own load
     strain: float = inf  # wanted percentile of requests' nearness to their limits; 1 is the limit
     probability: float = 0.0
@@ -135,7 +137,8 @@ class Found:
     ranked: list[Scored]  # on the whole trace: the recommended one, then the best first
     requests_per_s: float
     at_loads: dict[float, float]  # the share of requests that keep the SLO with the recommended one, by load
-    part_requests: int  # of the excerpt that `second` and `at_loads` come from
+    rates: dict[float, float]  # of requests per second that come to the recommended one, by load
+    part_requests: int  # of the excerpt that `second`, `at_loads` and `rates` come from
     headroom: float  # multiple of the load up to which the recommended one keeps the SLO
 
     has_costs: bool  # else a candidate's price is its number of workers
@@ -145,10 +148,7 @@ class Found:
         return self.ranked[0]
 
     def requests_per_s_of(self, one: Scored) -> float:
-        """Turns of sessions come faster if answers do."""
-        outcome = one.outcome
-        assert outcome is not None
-        return len(outcome.at_s) / outcome.span_s if outcome.clients else self.requests_per_s
+        return one.turns_per_s.get(1.0, self.requests_per_s)
 
 
 @dataclass(frozen=True)
@@ -236,6 +236,8 @@ class Lab:
         for done, ((one, load), outcome) in enumerate(zip(asked, self.each(outcome_of, plays), strict=True)):
             self.tell(what, done + 1, len(plays))
             one.shares[load] = draws(outcome, outcome.good(self.goals).astype(float), self.seed)
+            if outcome.clients:
+                one.turns_per_s[load] = len(outcome.at_s) / outcome.span_s
             if load == 1:
                 one.outcome = outcome
                 one.strain = float(np.quantile(outcome.strain(self.goals), self.goals.percentile, method="lower"))
@@ -297,6 +299,7 @@ def search(
     per_s = len(sent) / max(sent[-1].at_s - sent[0].at_s, 1e-9)
     lab.play(parts[1], [(own, load) for load in LOADS if load not in own.shares])
     at_loads = {load: float(own.shares[load][0]) for load in LOADS}
+    rates = {load: own.turns_per_s.get(load, load * per_s) for load in LOADS}
     if best.attainment >= goals.percentile:
         lab.find_loads(parts[2], [best], {own.candidate: max(own.load_kept, 1.0)}, HEADROOM_MAX, STEPS[1])
     limits = parts[2] if len(parts[2]) <= LIMIT_REQUESTS else parts[1]
@@ -306,7 +309,9 @@ def search(
             outcome = one.outcome if one.requests == len(limits) else None
             one.limit = limit_of(lab.play_of(one.candidate, limits), goals, each, outcome)
     has_costs = profile.cost_per_hour(1, 1, 0) > 0
-    return Found(goals, space.budget, first, second, ranked, per_s, at_loads, len(parts[1]), best.load_kept, has_costs)
+    return Found(
+        goals, space.budget, first, second, ranked, per_s, at_loads, rates, len(parts[1]), best.load_kept, has_costs
+    )
 
 
 def options_for(options: RunOptions, one: Candidate) -> RunOptions:
@@ -394,13 +399,21 @@ def draws(outcome: PlayedOutcome, values: Floats, seed: int) -> Floats:
 
 
 def _probabilities(found: Sequence[Scored]) -> None:
-    """Computes how often each candidate would be the best one of these, over drawn windows: the cheapest of those that are as
-    good as the best."""
-    kept = any(one.attainment >= one.percentile for one in found)
-    values = np.array([(one.shares[1.0] if kept else one.loads_kept)[1:] for one in found])
-    least = np.array([[error(best, other) for other in values] for best in values])
-    equal = values.max(axis=0) - values <= least[np.argmax(values, axis=0)].T
-    prices = np.array([[one.price] for one in found])
-    chosen = np.argmin(np.where(equal, prices - 1e-3 * values, np.inf), axis=0)
+    """Computes how often each candidate would be recommended of these, by the rules of `recommended`, over drawn windows."""
+    shares, loads = (
+        np.array(values) for values in zip(*((one.shares[1.0], one.loads_kept) for one in found), strict=True)
+    )
+    keeps = shares >= found[0].percentile
+    equal = np.where(keeps.any(axis=0), keeps, _equal_by_draw(loads, np.ones_like(keeps)))
+    equal = _equal_by_draw(shares, equal)
+    order = sorted(range(len(found)), key=lambda place: (found[place].price, found[place].strain))
+    chosen = np.array(order)[np.argmax(equal[order], axis=0)]  # the first equal one in this order
     for place, one in enumerate(found):
-        one.probability = float((chosen == place).mean())
+        one.probability = float((chosen[1:] == place).mean())
+
+
+def _equal_by_draw(values: Floats, among: Bools) -> Bools:
+    """Returns which candidates (rows) are equal in each draw (columns) to the best of those `among`."""
+    least = np.array([[error(best, other) for other in values] for best in values])
+    of_those = np.where(among, values, -inf)
+    return np.asarray(of_those.max(axis=0) - of_those <= least[np.argmax(of_those, axis=0)].T)

@@ -11,11 +11,24 @@ from lab.search import Candidate, Space
 from runtime.settings.options import SettingsError
 
 DEGREES = tuple(1 << power for power in range(HOST_CARDS.bit_length()))
-SPLIT_NOTE = "Workers of several cards need --engine vllm; docs/engines.md says what works so far."
+SPLIT_NOTE = (
+    "Workers of several GPUs cannot be started yet: with vLLM, a model is split on CPUs only so far (docs/engines.md)."
+)
+SINGLE_NOTE = " --layouts compares workers of one card each, which can, like 4P4D,8M."
 
 
 def is_asked(settings: TuneSettings) -> bool:
-    return bool(settings.cards or settings.layouts)
+    """Raises `SettingsError` if options of both kinds of question are given, of which one would have no effect."""
+    asked = bool(settings.cards or settings.layouts)
+    if asked and (settings.prefill_profile or settings.decode_profile):
+        raise SettingsError(
+            "--cards and --layouts: not with --prefill-profile and --decode-profile; they take one --gpu"
+        )
+    if not asked and settings.gpu:
+        raise SettingsError("--gpu: say how many with --cards, or name layouts with --layouts")
+    if not asked and settings.cost_per_hour:
+        raise SettingsError("--cost-per-hour: only with --cards or --layouts; a profile has the cost of its own worker")
+    return asked
 
 
 def budget_of(settings: TuneSettings) -> int:
@@ -53,13 +66,17 @@ def widest(profiles: Mapping[int, Profile]) -> Profile:
 def space_of(
     settings: TuneSettings, space: Space, profiles: Mapping[int, Profile], sent: Sequence[Sent]
 ) -> LayoutSpace:
-    """Returns the layouts whose workers have memory for each request. Raises `SettingsError`."""
-    longest = max(one.prompt_tokens + one.output_tokens for one in sent)
-    fit = {degree: one for degree, one in profiles.items() if one.prefill_capacity.context_tokens >= longest}
+    """Returns the layouts whose workers have memory for each request, mixed ones twice. Raises `SettingsError`."""
+    longest = longest_of(sent)
+    fit = {degree: one for degree, one in profiles.items() if one.prefill_capacity.kv_tokens >= longest}
+    twice = frozenset(degree for degree, one in fit.items() if one.prefill_capacity.context_tokens >= longest)
     named = _named(settings)
-    if small := [str(one) for one in named if not set(one.cards) <= fit.keys()]:
-        raise SettingsError(f"--layouts: the memory of {small[0]} is too small for requests of {longest:,} tokens")
-    found = LayoutSpace(space.budget, space.mixed, space.step_tokens, space.seqs_max, profiles=fit, named=named)
+    for one in named:
+        if not set(one.cards) <= (twice if one.workers.mixed else fit.keys()):
+            raise SettingsError(f"--layouts: the memory of {one} is too small for requests of {longest:,} tokens")
+    found = LayoutSpace(
+        space.budget, space.mixed, space.step_tokens, space.seqs_max, profiles=fit, named=named, twice=twice
+    )
     if not found.candidates():
         raise SettingsError(
             f"--cards: no layout of {space.budget} cards has a worker for each phase; the model needs {min(fit)} for a worker"
@@ -67,9 +84,28 @@ def space_of(
     return found
 
 
-def caveats(profile: Profile, best: Candidate) -> list[str]:
+def longest_of(sent: Sequence[Sent]) -> int:
+    """Returns the tokens of the longest request, prompt and answer."""
+    return max(one.prompt_tokens + one.output_tokens for one in sent)
+
+
+def caveats(
+    settings: TuneSettings, kinds: Mapping[int, Profile], sent: Sequence[Sent], profile: Profile, best: Candidate
+) -> list[str]:
+    if not kinds:
+        return []
     about = profile.about.get("decode", profile.about)
-    return [*notes(about), *([SPLIT_NOTE] if max(best.cards) > 1 else [])]
+    longest, found = longest_of(sent), notes(about)
+    for degree, one in sorted(kinds.items()) if not settings.layouts else ():
+        capacity = one.prefill_capacity
+        if capacity.context_tokens < longest:
+            what = "Mixed workers" if capacity.kv_tokens >= longest else "Workers"
+            found.append(
+                f"{what} of {degree} card{'s' * (degree > 1)} are left out: the longest request has {longest:,} tokens, and"
+                f" their memory is for {capacity.kv_tokens:,}{', shared by both phases' * what.startswith('Mixed')}."
+            )
+    single = SINGLE_NOTE if 1 in kinds and kinds[1].prefill_capacity.kv_tokens >= longest else ""
+    return [*found, *([SPLIT_NOTE + single] if max(best.cards) > 1 else [])]
 
 
 def _named(settings: TuneSettings) -> tuple[Candidate, ...]:

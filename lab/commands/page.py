@@ -38,6 +38,7 @@ def rendered(report: Mapping[str, Any]) -> str:
         across=sorted({square["decode"] for square in shown}),
         map_title=show.map_title(report),
         load_words=show.load_words,
+        headroom_words=show.headroom_words,
     )
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from lab.search import HEADROOM_MAX
 from launcher import tables
 from launcher.models.resolve import DEFAULT_MODEL_ID
 
@@ -46,7 +47,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 def apply_note(report: Mapping[str, Any]) -> str:
     """Returns the text above the command and the lines of `cluster.toml`."""
     if of_cards(report):
-        return "To start it, with the addresses of your hosts in cluster.toml:"
+        return "The cluster.toml for it, with the addresses of your hosts, and the command for its first host:"
     apply = "To apply it, on one machine or in cluster.toml:"
     if (model := report["apply"]["model"]) not in ("", DEFAULT_MODEL_ID):
         apply = f"To apply it, on one machine (with --model for {model}) or in cluster.toml:"
@@ -76,13 +77,20 @@ def headline(report: Mapping[str, Any]) -> str:
     if not report["kept"]:
         text += f"; {limit_words(best)}"
     headroom = report["headroom"]
-    text += f". It keeps the SLO up to {headroom:.2g} times the load" if headroom else ". It keeps the SLO at no load"
+    text += f". It keeps the SLO {headroom_words(headroom)}"
     if report["kept"] or not headroom:
         return text + cost_words(report) + "."
     needed, what = math.ceil(best["total"] / headroom), "workers"
     if of_cards(report):
         needed, what = report["cards_enough"], "cards"
     return text + f", so that about {needed} {what} would be enough" + cost_words(report) + "."
+
+
+def headroom_words(headroom: float) -> str:
+    """Returns up to which load the SLO is kept. Beyond `HEADROOM_MAX` none was played."""
+    if not headroom:
+        return "at no load"
+    return f"up to {'at least ' if headroom >= HEADROOM_MAX else ''}{headroom:.2g} times the load"
 
 
 def cost_words(report: Mapping[str, Any]) -> str:

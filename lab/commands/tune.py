@@ -225,15 +225,16 @@ def report_of(
             "by_workers": [entry(one, found) for one in found.first],
             "class_attainment": class_attainment(best.outcome, goals),
             "what_if": [
-                {"load": load, "attainment": share, "goodput_requests_per_s": load * found.requests_per_s * share}
+                {"load": load, "attainment": share, "goodput_requests_per_s": found.rates[load] * share}
                 for load, share in found.at_loads.items()
             ],
             "what_if_requests": found.part_requests,
             "headroom": found.headroom,
             "cards_enough": cards_enough(best.candidate, found.headroom) if kinds else 0,
             "candidates": len(found.first),
-            "caveats": caveats(settings, profile, played) + (cards.caveats(profile, best.candidate) if kinds else []),
-            "apply": apply_cards(best.candidate, profile) if kinds else apply_lines(best, profile),
+            "caveats": caveats(settings, profile, played)
+            + cards.caveats(settings, kinds, sent, profile, best.candidate),
+            "apply": apply_cards(best.candidate, profile, sent) if kinds else apply_lines(best, profile),
             "seconds": round(time.perf_counter() - began, 1),
         }
     )
@@ -323,10 +324,10 @@ def entry(result: Scored, found: Found) -> dict[str, Any]:
     }
 
 
-def apply_cards(candidate: Candidate, profile: Profile) -> dict[str, Any]:
+def apply_cards(candidate: Candidate, profile: Profile, sent: Sequence[Sent]) -> dict[str, Any]:
     """A whole `cluster.toml`, and the command that starts its first host."""
     model = str(profile.about["model"])
-    lines = cluster_toml(candidate, model, profile)
+    lines = cluster_toml(candidate, model, profile, cards.longest_of(sent))
     return {
         "workers": str(candidate),
         "command": "crossdock up cluster.toml --host gpu0",

@@ -41,6 +41,7 @@ _UNITS: Final = {
     "_gib": "GIB",
     "_mib": "MIB",
     "_mib_per_s": "MIB/S",
+    "_gbit_per_s": "GBIT/S",
     "_days": "DAYS",
     "_h": "HOURS",
 }

@@ -9,8 +9,10 @@ import pytest
 from lab.commands import check as tune_check
 from lab.commands import tune
 from lab.commands.settings import TuneCheckSettings, TuneSettings
+from lab.commands.show import headroom_words
 from lab.layouts import LayoutError, LayoutSpace, cards_enough, cluster_toml, parsed
 from lab.profile import Profile
+from lab.search import HEADROOM_MAX
 from launcher.cluster.file import parse
 from launcher.cluster.plan import check
 from runtime.settings.options import SettingsError
@@ -83,6 +85,27 @@ def test_cluster_file_starts_the_layout(text: str, hosts: list[str]) -> None:
     assert len(plans) == len(hosts)
 
 
+def test_separate_workers_need_one_context(tmp_path: Path) -> None:
+    """Workers whose memory holds the longest request once are compared with separate phases, and not as mixed ones. The report
+    says what is left out, and the workers of the answer are started with a context that their memory holds."""
+    most = {"model": "Llama-3.1-70B", "prompt_tokens": "12000", "rate": 0.5, "slo_ttft_ms": 4000.0, "slo_tpot_ms": 50.0}
+    found = report(tmp_path, **most, cards=4)
+    names = {one["workers"] for one in found["by_workers"]}
+    assert "1P@TP2+1D@TP2" in names and "2M@TP2" not in names
+    assert any(line.startswith("Mixed workers of 2 cards are left out") for line in found["caveats"])
+    found = report(tmp_path, **most, layouts=["1P@TP2+1D@TP4"])
+    [line] = [one for one in found["apply"]["cluster_toml"] if one.startswith("max_model_len")]
+    assert 12_000 < int(line.split()[-1]) < 20_000
+    assert "max_model_len" not in str(report(tmp_path, cards=4)["apply"])
+
+
+def test_headroom_beyond_what_was_played() -> None:
+    """Where the highest load that was played is kept, the limit is said to be at least that."""
+    assert headroom_words(HEADROOM_MAX) == "up to at least 4 times the load"
+    assert headroom_words(1.32) == "up to 1.3 times the load"
+    assert headroom_words(0.0) == "at no load"
+
+
 def test_cards_that_are_enough() -> None:
     """More cards are named in whole workers, in proportion to the load that is kept; none where no load is kept."""
     assert cards_enough(parsed("2M@TP4"), 0.7) == 12
@@ -137,6 +160,13 @@ def test_strict_targets_need_split_workers(tmp_path: Path) -> None:
         ({"cards": 2, "model": "Llama-3.1-405B"}, "no room for KV"),
         ({"cards": 8, "model": "acme/Frob-9B"}, "neither a folder"),
         ({"layouts": ["4M@TP3"]}, "cannot be split over 3 cards"),
+        ({}, "--gpu: say how many with --cards"),
+        ({"gpu": "", "cost_per_hour": 3.0}, "--cost-per-hour: only with --cards"),
+        ({"cards": 8, "decode_profile": "l40s.json"}, "not with --prefill-profile"),
+        (
+            {"layouts": ["4M@TP2", "1M@TP4"], "model": "Llama-3.1-70B", "prompt_tokens": "12000"},
+            "memory of 4M@TP2 is too small",
+        ),
     ],
 )
 def test_impossible_cards_are_refused(more: dict[str, Any], why: str) -> None:

@@ -14,7 +14,7 @@ from lab.play.player import Player
 from lab.play.plays import Play
 from lab.play.request import Sent
 from lab.profile import HostCost, Profile
-from lab.search import EQUAL_MAX, Candidate, Effort, Found, Scored, Space, recommended, search
+from lab.search import EQUAL_MAX, Candidate, Effort, Found, Scored, Space, _probabilities, recommended, search
 from lab.traffic import at_load, excerpt
 from tests.lab.profiles import GPU, scaled
 
@@ -92,6 +92,16 @@ SMALL = Effort(100, 200, 400)
 def searched(profile: Profile, sent: list[Sent], workers: int) -> Found:
     cores = profile.prefill_cores + profile.decode_cores
     return search(profile, sent, Goals(Slo(1500, 80)), Space(workers, mixed_max=cores), effort=SMALL)
+
+
+@given(results())
+def test_probability_follows_the_recommendation(found: list[Scored]) -> None:
+    """Where all draws are like the whole, the recommended candidate has all of the probability."""
+    for one in found:
+        one.shares = {load: np.full_like(share, share[0]) for load, share in one.shares.items()}
+    best = recommended(found)
+    _probabilities(found)
+    assert best.probability == 1.0
 
 
 @pytest.mark.parametrize(("profile", "sent", "workers"), CASES, ids=range(len(CASES)))

@@ -117,6 +117,8 @@ def test_search_counts_turns_per_second() -> None:
     outcome = found.best.outcome
     assert outcome is not None and found.best.whole
     assert found.requests_per_s_of(found.best) == pytest.approx(len(sent) / outcome.span_s)
+    assert found.rates[1.0] == found.requests_per_s_of(found.best)
+    assert found.rates[0.5] < found.rates[1.0] < found.rates[2.0]
     assert len({one.candidate for one in found.ranked}) == len(found.ranked) > 2
     came = as_it_came(sent, outcome)
     assert [one.at_s for one in came] == sorted(outcome.at_s.tolist())

@@ -9,9 +9,10 @@ import typing
 
 import pytest
 
+from lab.commands.profiles.settings import EstimateSettings
 from launcher.commands import TABLE, as_listed, build_app, only_groups
 from runtime.settings.command_line import Command, CommandGroup, Table, _named, commands_in, invoke
-from runtime.settings.option_help import panels_of
+from runtime.settings.option_help import panels_of, value_name
 from runtime.settings.options import option_name
 from tests.documents import ROOT
 
@@ -174,3 +175,10 @@ def test_queue_wait_options_are_in_seconds() -> None:
         key for command in COMMANDS.values() for key in command.settings_class().model_fields if "queue_wait" in key
     }
     assert named == {"queue_wait_s_max"}
+
+
+def test_value_is_named_by_its_unit() -> None:
+    """The help shows the unit of a number; a rate is not taken for seconds."""
+    fields = EstimateSettings.model_fields
+    assert value_name("network_gbit_per_s", fields["network_gbit_per_s"]) == "GBIT/S"
+    assert value_name("cost_per_hour", fields["cost_per_hour"]) == "NUMBER"

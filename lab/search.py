@@ -74,7 +74,7 @@ class Scored:
     shares: dict[float, Floats] = field(default_factory=dict, repr=False)
     """The share of requests that keep the SLO, by load: first of all requests, then of drawn windows."""
     turns_per_s: dict[float, float] = field(default_factory=dict)
-    """Of sessions, by load: turns come faster if answers do."""
+    """Turns per second of sessions, by load: they come faster if answers do."""
     outcome: PlayedOutcome | None = field(default=None, repr=False)  # at the traffic's own load
     strain: float = inf  # wanted percentile of requests' nearness to their limits; 1 is the limit
     probability: float = 0.0

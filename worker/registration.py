@@ -22,10 +22,9 @@ from runtime.process import clock
 from runtime.process.driver import Stop
 from runtime.process.log import Log
 from runtime.settings.workers import WorkerSettings
-from worker.service import FLIP_AFTER_S, GO_AFTER_S, Service
+from worker.service import FLIP_AFTER_S, GO_AFTER_S, IN_DOUBT_S, Service
 
 FINISHED_MAX = 4096
-IN_DOUBT_S = 5.0  # longer than a coordinator is silent before it counts as lost, or its ledger writes a row
 
 
 class Registered(Protocol):

@@ -15,6 +15,7 @@ from proto.fields import HandOverMs
 from proto.messages import Role
 
 GO_AFTER_S = 5.0
+IN_DOUBT_S = 5.0  # longer than a coordinator is silent before it counts as lost, or its ledger writes a row
 FLIP_AFTER_S = 10.0  # less than the coordinator waits, since it cannot see the worker's progress
 
 

@@ -217,7 +217,7 @@ class Projection:
     def _seconds(self, path: Path, work: float, own: int, speed: Speed, now: float) -> float:
         """Seconds until so much work has a place, the last `own` of it included."""
         placed, since = self._placed_of[path[0]] if speed.apart else self.placed, self._line.since
-        # What was placed before a role's last worker was lost ends, and nothing takes its room: the rest is not all there is.
+        # Work ends after a role's last worker was lost, and nothing takes its room. So what is still held is not all room.
         steady = since is not None and 0.0 < placed.mean_s <= now - max(since, speed.warm_since)
         prefill_s = self._prefill_s(work, own, speed)
         if placed.held and (speed.decode_is_full or steady):

@@ -203,11 +203,11 @@ class Pool:
 
     def _bound_slices(self, decode: DecodeWorker) -> None:
         """Set how long a mixed worker's decode half gives way to its prefill half: each stream keeps its target, or without one
-        its part of a step. While none runs, nothing bounds it."""
+        its part of a step. Nothing bounds a prompt that is alone there: it has a place in decode, but no stream runs."""
         prefill = self._mixed.get(_process(decode)) if decode.hello.process else None
         if prefill is not None:
             step_ms = decode.step_fit.step_ms(decode.capacity.max_seqs - decode.free_seqs)
-            targets = decode.seqs_by_target if decode.streams else ()
+            targets = decode.seqs_by_target if decode.streams or len(decode.allocations) > 1 else ()
             bounds = (SLICE_SHARE * ms if ms else STALL_SHARE * step_ms for ms in targets)
             prefill.pace.slice_ms = min(filter(None, bounds), default=0.0)
 

@@ -8,6 +8,7 @@ import pytest
 
 from lab.commands import check as tune_check
 from lab.commands import tune
+from lab.commands.profiles.estimate import model_of, worker_profile
 from lab.commands.settings import TuneCheckSettings, TuneSettings
 from lab.commands.show import headroom_words
 from lab.layouts import LayoutError, LayoutSpace, cards_enough, cluster_toml, parsed
@@ -88,15 +89,20 @@ def test_cluster_file_starts_the_layout(text: str, hosts: list[str]) -> None:
 def test_separate_workers_need_one_context(tmp_path: Path) -> None:
     """Workers whose memory holds the longest request once are compared with separate phases, and not as mixed ones. The report
     says what is left out, and the workers of the answer are started with a context that their memory holds."""
-    most = {"model": "Llama-3.1-70B", "prompt_tokens": "12000", "rate": 0.5, "slo_ttft_ms": 4000.0, "slo_tpot_ms": 50.0}
+    kv_tokens = worker_profile("H100-SXM", model_of("Llama-3.1-70B"), 2).prefill_capacity.kv_tokens
+    longest = int(0.7 * kv_tokens)
+    most = {"model": "Llama-3.1-70B", "rate": 0.5, "slo_ttft_ms": 6000.0, "slo_tpot_ms": 50.0}
+    most["prompt_tokens"] = str(longest)
     found = report(tmp_path, **most, cards=4)
     names = {one["workers"] for one in found["by_workers"]}
     assert "1P@TP2+1D@TP2" in names and "2M@TP2" not in names
     assert any(line.startswith("Mixed workers of 2 cards are left out") for line in found["caveats"])
     found = report(tmp_path, **most, layouts=["1P@TP2+1D@TP4"])
     [line] = [one for one in found["apply"]["cluster_toml"] if one.startswith("max_model_len")]
-    assert 12_000 < int(line.split()[-1]) < 20_000
+    assert longest < int(line.split()[-1]) <= kv_tokens
     assert "max_model_len" not in str(report(tmp_path, cards=4)["apply"])
+    with pytest.raises(SettingsError, match="memory of 4M@TP2 is too small"):
+        tune.run(TuneSettings(**ASKED | most | {"layouts": ["4M@TP2", "1M@TP4"]}))
 
 
 def test_headroom_beyond_what_was_played() -> None:
@@ -163,10 +169,6 @@ def test_strict_targets_need_split_workers(tmp_path: Path) -> None:
         ({}, "--gpu: say how many with --cards"),
         ({"gpu": "", "cost_per_hour": 3.0}, "--cost-per-hour: only with --cards"),
         ({"cards": 8, "decode_profile": "l40s.json"}, "not with --prefill-profile"),
-        (
-            {"layouts": ["4M@TP2", "1M@TP4"], "model": "Llama-3.1-70B", "prompt_tokens": "12000"},
-            "memory of 4M@TP2 is too small",
-        ),
     ],
 )
 def test_impossible_cards_are_refused(more: dict[str, Any], why: str) -> None:

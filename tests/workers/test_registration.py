@@ -18,7 +18,8 @@ from runtime.link.server import LinkServer, LinkSettings, Peer, is_orderly
 from runtime.process import clock, log
 from runtime.process.zmq_sockets import close_sockets
 from runtime.settings.workers import WorkerSettings
-from worker.registration import IN_DOUBT_S, Registration
+from worker.registration import Registration
+from worker.service import IN_DOUBT_S
 
 HELLO = Hello(PROTOCOL_VERSION, Role.DECODE, 5, "decode-0", "m", "f", "tcp://h:1", Capacity(10, 16, 4, 100))
 

@@ -11,8 +11,7 @@ from proto.parts import Held
 from tests.world.links import Client, Link, OnMessage
 from tests.world.world import SimulatedProcess
 from worker.changeover import Changeover
-from worker.registration import IN_DOUBT_S
-from worker.service import Service
+from worker.service import IN_DOUBT_S, Service
 
 Reports = list[tuple[float, Finished]]
 

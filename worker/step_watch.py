@@ -5,7 +5,7 @@ deadlock in a library) is detected by its run time. A step on a slow machine mus
 
 - A step of more tokens than any before may compile, allocate, or just take longer: it has `FIRST_OF_ITS_SIZE` times as long.
 - No other has less than `TIMES_THE_LONGEST` times what the longest one took so far.
-- While the process itself was stopped, so was the step: its time begins anew.
+- While the process itself was stopped, so was the step: that time does not count.
 
 `begin` and `end` are called on the compute thread, so that a step does not count while it waits there for another one.
 `hung_for` may be called from other threads.
@@ -18,7 +18,6 @@ FIRST_OF_ITS_SIZE = 10
 TIMES_THE_LONGEST = 10
 _LOOKS = 4
 _LOOK_S_MAX = 1.0
-_LATE_LOOKS = 3  # a check so many intervals late shows that the process itself was stopped
 
 
 @dataclass
@@ -54,12 +53,11 @@ class StepWatch:
     def hung_for(self, now: float) -> float | None:
         """Returns for how many seconds a hung step has run, or None if no step hangs. The caller asks every `look_every_s`
         seconds."""
-        was_stopped = now - self._looked_at > _LATE_LOOKS * self.look_every_s
+        stopped_s = _stopped_s(now - self._looked_at, self.look_every_s)
         self._looked_at = now
         if not self._tokens:
             return None
-        if was_stopped:
-            self._began_at = now
+        self._began_at = min(self._began_at + stopped_s, now)
         ran_s = now - self._began_at
         return ran_s if ran_s > self._limit_s() else None
 
@@ -67,3 +65,8 @@ class StepWatch:
         if self._tokens > self._most_tokens:
             return self.longest_s
         return max(self.timeout_s, TIMES_THE_LONGEST * self._longest_s)
+
+
+def _stopped_s(passed_s: float, look_every_s: float) -> float:
+    """How long the process itself was stopped, or as good as, between two checks."""
+    return max(passed_s - look_every_s, 0.0)

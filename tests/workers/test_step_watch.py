@@ -65,6 +65,17 @@ def test_stopped_time_does_not_count() -> None:
     assert watched.pass_by(9.0) is not None, "and if it goes on hanging, it is found"
 
 
+def test_short_stops_do_not_count() -> None:
+    """Nor does that of stops between two checks, however short they are: 8 s of 24 count."""
+    watched = Watched()
+    assert watched.run(8, 0.1) is None
+    watched.watch.begin(8, watched.now)
+    for _ in range(8):
+        watched.now += 3.0
+        assert watched.watch.hung_for(watched.now) is None
+    assert watched.pass_by(3.0) is not None
+
+
 def test_step_limit_is_capped() -> None:
     """Which is what the watchdog of the process waits for."""
     for earlier_s, longest_s in ((1.0, 100.0), (50.0, 500.0)):

@@ -35,7 +35,7 @@ def a_step_that_hangs_is_waited_for(m: pytest.MonkeyPatch) -> None:
 @bug
 def a_process_that_was_stopped_takes_its_step_for_hung(m: pytest.MonkeyPatch) -> None:
     """A worker ends itself, and its streams with it, whenever it was stopped for a while."""
-    m.setattr(step_watch, "_LATE_LOOKS", 1e9)
+    m.setattr(step_watch, "_stopped_s", lambda *_: 0.0)
 
 
 # --- prefill worker ---------------------------------------------------------------------------------------------------------

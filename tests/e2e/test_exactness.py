@@ -23,10 +23,13 @@ def prompts() -> list[list[int]]:
 
 
 def generate(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
+    """Without a mask, transformers would leave out prompt tokens that are `pad_token_id`, as answers may have."""
+    ids = torch.tensor([prompt])
     with torch.no_grad():
         output = model.generate(
-            torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None,
+            pad_token_id=0,
+        )  # fmt: skip
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens
 

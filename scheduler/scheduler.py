@@ -200,6 +200,7 @@ class Scheduler:
         request.fire(Trigger.PROMPT_DONE, now)
         if request.decode_incarnation == worker.incarnation:
             pool.breakers.worked((worker.incarnation, worker.incarnation))
+            pool.stream_begins(worker, request.key)
             request.fire(Trigger.HANDED_OVER, now)
         return request
 

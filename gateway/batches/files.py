@@ -61,16 +61,8 @@ def begin(db: Database, tenant: str, name: str, now: float, most: int) -> str:
     """A file that is being uploaded. Raises `ApiError`."""
     check_room(db, tenant, FILE_COST_BYTES, most)
     file_id = f"file-{new_id(now)}"
-    insert(
-        db,
-        "files",
-        id=file_id,
-        tenant=tenant,
-        name=name,
-        is_ready=False,
-        created_s=int(now),
-        expires_s=int(now) + UPLOAD_S,
-    )
+    times = {"created_s": int(now), "expires_s": int(now) + UPLOAD_S}
+    insert(db, "files", id=file_id, tenant=tenant, name=name, is_ready=False, **times)
     return file_id
 
 

@@ -66,9 +66,8 @@ class SqliteBatchStore:
         self._thread = ThreadPoolExecutor(1, "batches")
         self._reading_thread = ThreadPoolExecutor(1, "batches-read")
         self._lock = RunnerLock(str(self.path))
-        self.on_lost: Callable[[], None] = lambda: (
-            None
-        )  # A lock is lost only where its file is removed; `lead` finds out
+        # A lock is lost only where its file is removed, and `lead` finds that out.
+        self.on_lost: Callable[[], None] = lambda: None
 
     async def open(self) -> None:
         """Raises `StorageError`."""

@@ -34,7 +34,7 @@ class HeldNode:
     def __init__(self, weight: float) -> None:
         self.weight = weight
         self.held = 0  # millionths of a decode worker
-        self.share = 0.0  # the same for its weight
+        self.share = 0.0  # `held / weight`
         self.estimated = 0
         self.children: dict[str, HeldNode] = {}  # those that hold something
         self.order: list[tuple[float, str]] = []  # their names, by what they hold for their weight

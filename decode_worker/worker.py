@@ -96,7 +96,7 @@ class DecodeRole(ReceiverOwner):
     def _make_receiver(self, layout: KvLayout, memory: PoolMemory | None, settings: KvSettings) -> KvReceiver:
         return KvReceiver(
             layout=layout,
-            pool=self.engine.pool,
+            pool=self.engine.pools,
             incarnation=self.driver.hello.incarnation,
             clock=clock.now,
             listen_host=self.driver.settings.transfer_host,
@@ -108,7 +108,7 @@ class DecodeRole(ReceiverOwner):
     def _make_sender(self, layout: KvLayout, settings: KvSettings) -> KvSender:
         return KvSender(
             layout=layout,
-            pool=self.engine.pool,
+            pool=self.engine.pools,
             incarnation=self.driver.hello.incarnation,
             clock=clock.now,
             owner=_Lending(self),

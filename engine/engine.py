@@ -50,10 +50,12 @@ class Runner(Protocol):
 class Engine:
     """A model and its KV pool. Made by `engine.model.loader.load_engine`; belongs to one thread."""
 
-    def __init__(self, runner: Runner, info: ModelInfo, pool: torch.Tensor) -> None:
+    def __init__(self, runner: Runner, info: ModelInfo, *pools: torch.Tensor) -> None:
+        """`pools`: one, or with tensor parallelism that of each rank, which `kvtransfer.memory.pool.RankRows` describes."""
         self.info = info
-        self.pool = pool  # [blocks, layers, 2, block_size, kv_heads, head_dim], block-major, zeroed at start
-        self.blocks = pool.shape[0]  # that may be used at once
+        self.pools = pools
+        self.pool = pools[0]  # [blocks, layers, 2, block_size, kv_heads, head_dim], block-major, zeroed at start
+        self.blocks = self.pool.shape[0]  # that may be used at once
         self.tokens_forwarded = 0  # token positions, ever
         self.runner = runner
 
@@ -61,7 +63,7 @@ class Engine:
         """Returns an engine for one of two roles: the same model and pool, at most `blocks` blocks, and its own count of
         tokens."""
         assert 0 < blocks <= self.blocks
-        part = Engine(self.runner, self.info, self.pool)
+        part = Engine(self.runner, self.info, *self.pools)
         part.blocks = blocks
         return part
 
@@ -107,4 +109,7 @@ class Engine:
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
         """Copies one block's KV, for copy on write."""
-        self.pool[target].copy_(self.pool[source])
+        for pool in self.pools:
+            pool[target].copy_(pool[source])
+        if len(self.pools) > 1:
+            self.finish()  # the other ranks' streams are not ordered with this copy

@@ -12,7 +12,7 @@ import torch
 
 from kvtransfer.memory.digests import BlockDigests
 from kvtransfer.memory.layout import KvLayout
-from kvtransfer.memory.pool import PoolRows
+from kvtransfer.memory.pool import PoolRows, rows_of
 from kvtransfer.peer import Key, KvPeer
 from kvtransfer.ports import TransferOwner
 from kvtransfer.rate_limiter import RateLimiter
@@ -48,7 +48,7 @@ class TransferDriver(ABC, Generic[S]):
     def __init__(
         self,
         layout: KvLayout,
-        pool: torch.Tensor,
+        pool: torch.Tensor | Sequence[torch.Tensor],
         incarnation: int,
         clock: Callable[[], float],
         owner: TransferOwner,
@@ -64,7 +64,7 @@ class TransferDriver(ABC, Generic[S]):
         """Totals since start: bytes, segments, sessions, sessions_failed, pairs, pairs_lost, refused_pairs (no descriptor or
         thread was left), stale_frames and violations. Each transport also has pairs_NAME, broken_NAME and bytes_NAME."""
         self._pool = pool
-        self._rows = PoolRows(pool, layout)
+        self._rows = rows_of(pool, layout)
         self._listen_host, self._memory = listen_host, memory
         self._digests: BlockDigests | None = None
         self._host_id = host_id()
@@ -200,7 +200,7 @@ class TransferDriver(ABC, Generic[S]):
 
     def _rows_of(self, block_size: int) -> PoolRows:
         """The pool in blocks of this size, which divides our own."""
-        return self._rows if block_size == self.layout.block_size else PoolRows(self._pool, self.layout, block_size)
+        return self._rows if block_size == self.layout.block_size else rows_of(self._pool, self.layout, block_size)
 
     def _segment_blocks(self, peer: KvPeer) -> int:
         return peer.rows.layout.segment_blocks(self._settings.segment_bytes)

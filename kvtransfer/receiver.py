@@ -1,7 +1,7 @@
 """The receiver's end: accepts offers, receives KV into blocks of its pool, and hands the blocks to the worker once the KV is
 verified."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -43,7 +43,7 @@ class KvReceiver(TransferDriver[ReceiverSession]):
         self,
         *,
         layout: KvLayout,
-        pool: torch.Tensor,
+        pool: torch.Tensor | Sequence[torch.Tensor],
         incarnation: int,
         clock: Callable[[], float],
         listen_host: str,

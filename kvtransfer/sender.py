@@ -52,7 +52,7 @@ class KvSender(TransferDriver[SenderSession]):
         self,
         *,
         layout: KvLayout,
-        pool: torch.Tensor,
+        pool: torch.Tensor | Sequence[torch.Tensor],
         incarnation: int,
         clock: Callable[[], float],
         owner: SenderOwner,
@@ -66,7 +66,7 @@ class KvSender(TransferDriver[SenderSession]):
         self._own_peers = own_peers
         self._last_pair_id = 0
         self._choice = TransportChoice(
-            suited(settings.transports, pool.device.type), settings.demote_ms, settings.demote_max_ms
+            suited(settings.transports, self._rows.device.type), settings.demote_ms, settings.demote_max_ms
         )
 
     # --- from the worker ---

@@ -9,7 +9,7 @@ from typing import Final
 from engine.engine import Engine
 from engine.kv.allocator import BlockAllocator
 from kvtransfer.memory.layout import KvLayout
-from kvtransfer.memory.pool import PoolRows
+from kvtransfer.memory.pool import rows_of
 from kvtransfer.ports import ReceiverOwner, SenderOwner
 from kvtransfer.receiver import KvReceiver
 from kvtransfer.sender import KvSender
@@ -94,14 +94,14 @@ class PrefillRole(SenderOwner):
         self.tier: TierCopies | None = None
         if settings.kv_tier_gib and settings.prefix_cache:
             warn = RateLimitedLog(driver.log.warning)
-            rows = PoolRows(engine.pool, layout)
+            rows = rows_of(engine.pools, layout)
             self.tier = TierCopies(settings, rows, warn, self.sender.received, driver.wake)
             self.tier.tier = self.core.use_tier(self.tier, self.tier.slots)
 
     def _make_sender(self, layout: KvLayout, own_peers: Container[int], settings: KvSettings) -> KvSender:
         return KvSender(
             layout=layout,
-            pool=self.engine.pool,
+            pool=self.engine.pools,
             incarnation=self.driver.hello.incarnation,
             clock=clock.now,
             owner=self,
@@ -112,7 +112,7 @@ class PrefillRole(SenderOwner):
     def _make_receiver(self, layout: KvLayout, memory: PoolMemory | None, settings: KvSettings) -> KvReceiver:
         return KvReceiver(
             layout=layout,
-            pool=self.engine.pool,
+            pool=self.engine.pools,
             incarnation=self.driver.hello.incarnation,
             clock=clock.now,
             listen_host=self.driver.settings.transfer_host,

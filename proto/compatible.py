@@ -2,7 +2,7 @@
 
 A fingerprint names, in one readable string of fields, what must be equal:
 
-    model=llama 1f0c…;tokenizer=07ab…;revision=9e21…;dtype=bfloat16;layers=32;kv_heads=8;head_dim=128;tensor_parallel=1;rope=…
+    model=llama 1f0c…;tokenizer=07ab…;revision=9e21…;dtype=bfloat16;layers=32;kv_heads=8;head_dim=128;rope=…
 
 Two fingerprints are compared as whole strings. The fields are for people: a refusal says which of them differ. Block sizes may
 differ, but one must be a multiple of the other.

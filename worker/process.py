@@ -82,7 +82,8 @@ def run_worker(settings: WorkerSettings) -> int:
         if engine is not None:
             leave_cores(settings.cores)
             _log_loaded(logger, engine)
-            process = _Process(settings, name, logger, metrics, thread, engine, transports, memory)
+            one_pool = memory if len(engine.pools) == 1 else None
+            process = _Process(settings, name, logger, metrics, thread, engine, transports, one_pool)
             if status := await run_roles(RoleDrivers(process.drivers, role), stop, logger):
                 return status
         await metrics.close()
@@ -126,6 +127,7 @@ def _load_own(settings: WorkerSettings, device: str, allocate: Callable[[int], t
 
 def _load_vllm(settings: WorkerSettings, device: str, allocate: Callable[[int], torch.Tensor] | None) -> Engine:
     from engine.vllm.load import load_engine
+    from worker.rank import map_pool
 
     return load_engine(
         settings.model,
@@ -138,6 +140,7 @@ def _load_vllm(settings: WorkerSettings, device: str, allocate: Callable[[int], 
         rows=settings.max_seqs,
         args=settings.vllm_args,
         allocate=allocate,
+        map_pool=map_pool,
         on_progress=log.get("crossdock.model").info,
         on_lost_rank=_end_without_rank,
     )

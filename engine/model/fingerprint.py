@@ -16,12 +16,7 @@ _MAX_HEADER_BYTES = 100 << 20
 
 
 def model_fingerprint(
-    folder: Path,
-    config: dict[str, Any],
-    dtype: str,
-    shape: tuple[int, int, int],
-    weights: str = "float32",
-    ranks: int = 1,
+    folder: Path, config: dict[str, Any], dtype: str, shape: tuple[int, int, int], weights: str = "float32"
 ) -> str:
     """The fields of `proto.compatible`: XXH3 of the configuration (`model`), of tokenizer.json and of the weight files
     (`revision`, with the format that a worker keeps them in, if it is another), dtype and shape (layers, KV heads, size of a
@@ -39,7 +34,6 @@ def model_fingerprint(
             "revision": _weights_digest(folder) + ("" if weights == "float32" else f" {weights}"),
             "dtype": dtype,
             **dict(zip(("layers", "kv_heads", "head_dim"), shape, strict=True)),
-            "tensor_parallel": ranks,
             "rope": rope if len(rope) <= _ROPE_CHARS_MAX else xxhash.xxh3_64_hexdigest(rope.encode()),
         }
     )

@@ -1,11 +1,11 @@
-"""A rank after the first: it computes what rank 0 sends until that ends. Run as `python -m engine.vllm.rank`."""
+"""A rank after the first: it computes what rank 0 sends until that ends. `worker.rank` runs it."""
 
 import ctypes
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -13,21 +13,10 @@ import torch
 
 from engine.attention.forward_batch import SeqChunk
 from engine.vllm.order import StartOrder, prepare_environment
-from engine.vllm.ranks import HEADER_BYTES, Row, mapped
+from engine.vllm.ranks import HEADER_BYTES, Row
 from engine.vllm.start import start
 
 _PR_SET_PDEATHSIG: Final = 1
-
-
-def _mapped(source: socket.socket) -> Callable[[int], torch.Tensor]:
-    """The allocator of ranks 1 and up: it maps what rank 0 has allocated."""
-
-    def allocate(kv_bytes: int) -> torch.Tensor:
-        data, descriptors, _, _ = socket.recv_fds(source, HEADER_BYTES, 1)
-        assert int.from_bytes(data, "little") == kv_bytes, "ranks disagree about the size of the pool"
-        return mapped(descriptors[0], kv_bytes)
-
-    return allocate
 
 
 def receive(source: socket.socket) -> bytes:
@@ -46,8 +35,9 @@ def _exactly(source: socket.socket, count: int) -> bytes:
     return bytes(data)
 
 
-def run_rank(descriptor: int, parent: int) -> None:
-    """Compute what rank 0 sends until it ends."""
+def run_rank(descriptor: int, parent: int, make_pool: Callable[[socket.socket, int, int], torch.Tensor]) -> None:
+    """Compute what rank 0 sends until it ends. `make_pool(socket, rank, bytes)` makes this rank's pool. Raises
+    `ConnectionError` once rank 0 has ended."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         return
@@ -59,7 +49,7 @@ def run_rank(descriptor: int, parent: int) -> None:
     prepare_environment()
     from engine.vllm.runner import VllmRunner
 
-    _, runner, _ = start(order, _mapped(source))
+    _, runner, _ = start(order, partial(make_pool, source, order.rank))
     engine = VllmRunner(runner, runner.kv_cache_config.num_blocks)
     decoder = msgspec.msgpack.Decoder(list[Row])
     with torch.inference_mode():
@@ -72,10 +62,3 @@ def run_rank(descriptor: int, parent: int) -> None:
 
 def _ignore(start: int, logits: torch.Tensor) -> None:
     pass
-
-
-if __name__ == "__main__":
-    try:
-        run_rank(int(sys.argv[1]), int(sys.argv[2]))
-    except ConnectionError:
-        sys.exit(0)

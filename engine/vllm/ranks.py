@@ -1,11 +1,11 @@
 """Tensor parallelism: this process is rank 0, and each further rank is a process that computes the same rows.
 
-Rank 0 sends each step before it computes it; vLLM's own groups carry what the layers exchange. The others draw nothing. They
-write their part of each block into the one pool, which all map, so that a block is a run of bytes for whoever moves it. A rank
-ends with its worker, and a worker with any of its ranks.
+Rank 0 sends each step before it computes it; vLLM's own groups carry what the layers exchange. The others draw nothing. Each
+has a pool with its heads of every block. Rank 0 maps them all, and hands blocks over and takes them in for all. No other rank
+writes then: each layer ends with an exchange, so a step that has ended on rank 0 has written its KV on all ranks. A rank ends
+with its worker, and a worker with any of its ranks.
 """
 
-import mmap
 import os
 import socket
 import subprocess
@@ -31,15 +31,20 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
     shows_all: bool  # the logits of all its tokens are computed, which all ranks do together
 
 
+MapPool = Callable[[socket.socket, int, torch.device], torch.Tensor]
+"""Returns the pool of a rank: its socket, the pool's bytes, and the device that has to reach it."""
+
+
 class Ranks:
     """The processes of ranks 1 and up. Used by the thread that computes."""
 
-    def __init__(self, order: StartOrder, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, order: StartOrder, map_pool: MapPool, on_lost: Callable[[str], None]) -> None:
+        self._map_pool = map_pool
         self._sockets: list[socket.socket] = []
         for rank in range(1, order.ranks):
             ours, theirs = socket.socketpair()
             ours.settimeout(_SEND_S)
-            command = [sys.executable, "-P", "-m", "engine.vllm.rank", str(theirs.fileno()), str(os.getpid())]
+            command = [sys.executable, "-P", "-m", "worker.rank", str(theirs.fileno()), str(os.getpid())]
             process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
             theirs.close()
             send(ours, msgspec.json.encode(msgspec.structs.replace(order, rank=rank)))
@@ -47,26 +52,15 @@ class Ranks:
             watch = threading.Thread(target=_watch, args=(rank, process, on_lost), daemon=True, name=f"rank-{rank}")
             watch.start()
 
-    def allocate(self, kv_bytes: int) -> torch.Tensor:
-        """Memory that all ranks map: an anonymous file, which goes with the last of them."""
-        descriptor = os.memfd_create("crossdock-kv-ranks", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, kv_bytes)
-        for one in self._sockets:
-            socket.send_fds(one, [kv_bytes.to_bytes(HEADER_BYTES, "little")], [descriptor])
-        return mapped(descriptor, kv_bytes)
+    def pools(self, kv_bytes: int, device: torch.device) -> list[torch.Tensor]:
+        """Those of all other ranks, each of `kv_bytes`."""
+        return [self._map_pool(one, kv_bytes, device) for one in self._sockets]
 
     def send(self, chunks: Sequence[SeqChunk]) -> None:
         rows = [Row(list(c.tokens), c.start, list(c.blocks), c.on_logits is not None) for c in chunks]
         data = msgspec.msgpack.encode(rows)
         for one in self._sockets:
             send(one, data)
-
-
-def mapped(descriptor: int, size: int) -> torch.Tensor:
-    """The bytes of a shared file, which is closed."""
-    memory = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    os.close(descriptor)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def free_port() -> int:

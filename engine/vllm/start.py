@@ -1,6 +1,5 @@
 """Starts vLLM's executor on one rank of a model, up to its pool. Every rank does this alike."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +14,7 @@ Allocate = Callable[[int], torch.Tensor]
 
 
 def start(order: StartOrder, allocate: Allocate | None) -> tuple[Any, Any, torch.Tensor]:
-    """(vLLM's configuration, its model runner, the pool of all ranks as bytes). Raises ModelUnsupported, and what vLLM
-    raises."""
+    """(vLLM's configuration, its model runner, this rank's pool as bytes). Raises ModelUnsupported, and what vLLM raises."""
     prepare_environment()
     from vllm.platforms import current_platform
 
@@ -28,11 +26,11 @@ def start(order: StartOrder, allocate: Allocate | None) -> tuple[Any, Any, torch
     config.parallel_config.distributed_executor_backend = _executor_class(order)
     executor = config.parallel_config.distributed_executor_backend(config)
     _unname_shared_memory(order)
-    pools = _Pools(order, allocate)
-    with _block_outermost(pools):
-        _initialize(config, executor, pools)
-    assert pools.last is not None
-    return config, executor.driver_worker.worker.model_runner, pools.last
+    pool = _Pool(allocate)
+    with _block_outermost(pool):
+        _initialize(config, executor, pool)
+    assert pool.last is not None
+    return config, executor.driver_worker.worker.model_runner, pool.last
 
 
 def _unname_shared_memory(order: StartOrder) -> None:
@@ -68,7 +66,7 @@ def _executor_class(order: StartOrder) -> Any:
     return OneRank
 
 
-def _initialize(config: Any, executor: Any, pools: "_Pools") -> None:
+def _initialize(config: Any, executor: Any, pool: "_Pool") -> None:
     """Measure memory and make the pool, in the steps that vLLM's own engine takes."""
     from vllm.v1.attention.backends.utils import resolve_kv_cache_layout
     from vllm.v1.core.kv_cache_utils import (
@@ -99,7 +97,7 @@ def _initialize(config: Any, executor: Any, pools: "_Pools") -> None:
     for each in configs:
         each.kv_cache_layout = layout.name
         _, each.hash_block_size = resolve_kv_cache_block_sizes(whole, config)
-    pools.final = True
+    pool.final = True
     executor.initialize_from_config(configs)
     executor.compile_or_warm_up_model()
 
@@ -120,11 +118,10 @@ def _least_on_all_ranks(found: list[int]) -> list[int]:
     return [int(value) for value in least]
 
 
-class _Pools:
-    """Allocates pools in which a block's layers, of all ranks, follow each other."""
+class _Pool:
+    """Allocates pools in which a block's layers follow each other."""
 
-    def __init__(self, order: StartOrder, allocate: Allocate | None) -> None:
-        self._order = order
+    def __init__(self, allocate: Allocate | None) -> None:
         self._allocate = allocate
         self.final = False  # no longer one for measuring memory
         self.last: torch.Tensor | None = None
@@ -135,36 +132,28 @@ class _Pools:
         """Make the views of each layer, by name. It takes the place of the function of vLLM that allocates them."""
         from vllm.v1.worker.utils import create_kv_cache_views
 
-        ranks, rank = self._order.ranks, self._order.rank
-        [own_bytes] = {tensor.size for tensor in config.kv_cache_tensors}
-        kv_bytes = own_bytes * ranks
+        [kv_bytes] = {tensor.size for tensor in config.kv_cache_tensors}
         if self._allocate is not None and self.final:
             self.last = self._allocate(kv_bytes).view(torch.int8)
         else:
             self.last = torch.zeros(kv_bytes, dtype=torch.int8, device=device)
         spec, caches = config.kv_cache_groups[0].kv_cache_spec, dict[str, torch.Tensor]()
         for tensor in config.kv_cache_tensors:
-            placed = dataclasses.replace(
-                tensor,
-                size=kv_bytes,
-                block_stride=tensor.block_stride * ranks,
-                offset=tensor.offset + rank * tensor.block_stride,
-            )
             blocks = config.num_blocks_of(tensor)
-            views = create_kv_cache_views(self.last, spec, blocks, layout, placed, kernel_block_size=spec.block_size)
+            views = create_kv_cache_views(self.last, spec, blocks, layout, tensor, kernel_block_size=spec.block_size)
             caches.update(zip(tensor.layers, views, strict=True))
         return caches
 
 
 @contextmanager
-def _block_outermost(pools: _Pools) -> Iterator[None]:
+def _block_outermost(pool: _Pool) -> Iterator[None]:
     """Have vLLM make such pools within the context."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker import gpu_model_runner
 
     allocate, layouts = gpu_model_runner.allocate_kv_cache, CPUAttentionBackend.supported_kv_cache_layouts
-    gpu_model_runner.allocate_kv_cache = pools.kv_caches
+    gpu_model_runner.allocate_kv_cache = pool.kv_caches
     # Its kernels take any distance between blocks, which the layout that it names does not say.
     CPUAttentionBackend.supported_kv_cache_layouts = classmethod(lambda _: (KVCacheLayout.BLHNC,))
     try:

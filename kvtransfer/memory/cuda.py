@@ -118,6 +118,13 @@ def _as_tensor(address: int, size: int, device: torch.device) -> torch.Tensor:
     return tensor
 
 
+def _as_tensor_of(address: int, size: int, device: torch.device) -> torch.Tensor:
+    """The same for memory of another GPU that `device` reads. torch would copy it, since the driver names the other GPU."""
+    private: Any = torch._C
+    storage = private._construct_storage_from_data_pointer(address, device, size)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
 class DeviceMemory:
     """The memory of one pool, kept until the process ends."""
 
@@ -153,9 +160,9 @@ _lock = threading.Lock()
 
 
 class Mapping:
-    """Another process's `DeviceMemory` on the same device, until `close`."""
+    """Another process's `DeviceMemory` on the same device, or, as `of_peer`, on a GPU that this one reads, until `close`."""
 
-    def __init__(self, handle: bytes, size: int, device: torch.device) -> None:
+    def __init__(self, handle: bytes, size: int, device: torch.device, of_peer: bool = False) -> None:
         """`size` is the size that the other process claims; it is checked against the driver's. Raises `CudaError`, or
         `ValueError` before anything is mapped if the handle or the size is not plausible."""
         if len(handle) != HANDLE_BYTES or not any(handle):
@@ -170,7 +177,8 @@ class Mapping:
             there = self._size_there()
             if size > there:
                 raise CudaError(f"the memory mapped has {there} bytes, not {size}")
-            self.tensor: torch.Tensor | None = _as_tensor(self._address, size, device)
+            as_tensor = _as_tensor_of if of_peer else _as_tensor
+            self.tensor: torch.Tensor | None = as_tensor(self._address, size, device)
         except RuntimeError:
             self.close()
             raise

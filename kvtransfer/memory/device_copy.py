@@ -98,7 +98,7 @@ class DeviceCopier:
             runs = runs_of(source_ids, target_ids)
             large = len(source_ids) * self._source.layout.block_bytes >= RUN_BYTES_MIN * len(runs)
             sampled = is_sampled(target_ids, self._every)
-            if large and self._source.ratio == self._target.ratio == 1:
+            if large and self._source.ratio == self._target.ratio == 1 and self._source.has_runs:
                 return self._copy_runs(source_ids, runs, sampled) if go_on(0) else b""
             return self._gather_and_scatter(source_ids, target_ids, sampled, go_on)
         finally:

@@ -34,6 +34,8 @@ class PoolRows:
     """`pool` as sub-blocks of `sub_block_tokens` tokens, by default whole blocks, over the same memory. `layout` is then
     that of sub-blocks. Raises `ValueError` unless the pool has exactly the shape and dtype of `pool_layout`."""
 
+    has_runs = True  # blocks that follow each other are one run of bytes
+
     def __init__(self, pool: torch.Tensor, pool_layout: KvLayout, sub_block_tokens: int = 0) -> None:
         layout = pool_layout
         shape, dtype = tuple(pool.shape[1:]), TORCH_DTYPES[layout.dtype]
@@ -51,7 +53,7 @@ class PoolRows:
         self._word = torch.int64 if self.layout.block_bytes // self._planes % 8 == 0 else torch.uint8
         self._rows = pool.view(pool.shape[0], -1).view(self._word)
         self.device = self._rows.device
-        self._stream: Any = _cuda.Stream(self.device) if self._rows.is_cuda else None
+        self._stream = stream_of(self.device)
         # [blocks, ratio, planes, words]: a sub-block's words are contiguous plane by plane only.
         self._parts = self._rows.view(pool.shape[0], self._planes, self.ratio, -1).transpose(1, 2)
         self._sub_block_words = self._rows.shape[1] // self.ratio
@@ -141,6 +143,59 @@ class PoolRows:
     def as_packed(self, raw: torch.Tensor) -> torch.Tensor:
         """These bytes of host memory, in which sub-blocks lie one after the other, as `packed` has them."""
         return raw.view(self._word).view(-1, self._sub_block_words)
+
+
+class RankRows(PoolRows):
+    """The pools of the ranks of one model (tensor parallelism), seen as the pool that one rank would have.
+
+    `pools` has a tensor [blocks, outer, heads of this rank] for each rank, all on one device or readable from it. `outer` is
+    what lies outside the heads in a block: layers, and tokens in some layouts. Where ranks share heads, they are copies."""
+
+    has_runs = False
+
+    def __init__(self, pools: Sequence[torch.Tensor], layout: KvLayout) -> None:
+        self.layout, self.ratio, self.sub_blocks = layout, 1, pools[0].shape[0]
+        rank_bytes = pools[0][0].numel() * pools[0].element_size()
+        self._shares = layout.block_bytes // rank_bytes  # ranks that share no heads
+        self._copies, rest = divmod(len(pools), self._shares)
+        if rest or rank_bytes * self._shares != layout.block_bytes or len({pool.shape for pool in pools}) > 1:
+            raise ValueError(
+                f"{len(pools)} pools with blocks of {rank_bytes} bytes are not one of {layout.block_bytes}"
+            )
+        self._word = torch.int64  # a head's K and V of a token are a multiple of 8 bytes
+        self._ranks = [pool.view(self._word) for pool in pools]
+        self._outer = pools[0].shape[1]
+        self._sub_block_words = layout.block_bytes // self._word.itemsize
+        self.device = pools[0].device
+        self._stream = stream_of(self.device)
+        self.is_flat, self.flat_bytes, self.address = False, None, 0
+
+    def rows_or_gather(self, block_ids: Sequence[int], buffer: torch.Tensor) -> torch.Tensor:
+        index, packed = torch.tensor(block_ids, device=self.device), buffer[: len(block_ids)]
+        whole = packed.view(len(block_ids), self._outer, self._shares, -1)
+        for part in range(self._shares):
+            whole[:, :, part] = self._ranks[part * self._copies].index_select(0, index)
+        return packed
+
+    def scatter(self, block_ids: Sequence[int], packed: torch.Tensor) -> None:
+        index = torch.tensor(block_ids, device=self.device)
+        whole = packed.view(len(block_ids), self._outer, self._shares, -1)
+        for rank, rows in enumerate(self._ranks):
+            rows.index_copy_(0, index, whole[:, :, rank // self._copies])
+
+
+def rows_of(pools: torch.Tensor | Sequence[torch.Tensor], layout: KvLayout, sub_block_tokens: int = 0) -> PoolRows:
+    """Those of one pool, or of the pools of several ranks, whose blocks are not divided."""
+    if isinstance(pools, torch.Tensor):
+        return PoolRows(pools, layout, sub_block_tokens)
+    if len(pools) == 1:
+        return PoolRows(pools[0], layout, sub_block_tokens)
+    assert sub_block_tokens in (0, layout.block_size), "workers of one model by vLLM have blocks of one size"
+    return RankRows(pools, layout)
+
+
+def stream_of(device: torch.device) -> Any:
+    return _cuda.Stream(device) if device.type == "cuda" else None
 
 
 def as_bytes(packed: torch.Tensor) -> Any:

@@ -157,7 +157,7 @@ def test_fingerprint_depends_on_model_only(tmp_path: Path) -> None:
         support.load(tiny_models.make("llama", tmp_path / "c", rope_parameters=rope)).info.fingerprint,
     }
     assert len(others | {info.fingerprint}) == 3
-    assert "layers=3;kv_heads=2;head_dim=16;tensor_parallel=1;rope={" in info.fingerprint
+    assert "layers=3;kv_heads=2;head_dim=16;rope={" in info.fingerprint
 
 
 def test_yarn_extends_the_context(tmp_path: Path) -> None:

@@ -1,11 +1,14 @@
 """`cuda_ipc` and `nccl` between two real processes on one card: the tests of the CPU transports, and what they have not."""
 
 import asyncio
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 
+from kvtransfer.memory.cuda import Mapping
 from kvtransfer.memory.device_copy import DeviceCopier, DeviceDigester, checksum, sub_block_sums
 from kvtransfer.memory.pool import PoolRows
 from proto.messages import Message
@@ -83,3 +86,27 @@ def test_gpu_pool_crosses_through_host():
         assert packed.device.type == "cpu"
         other.spread(to, packed)
         assert same_bytes(target[to], pool[from_])
+
+
+FAR_POOL = """
+import sys
+from kvtransfer.memory.cuda import DeviceMemory
+memory = DeviceMemory("cuda:0")
+memory.allocate(1 << 21).fill_(7)
+print(memory.handle.hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_pool_of_a_rank_is_mapped():
+    """A pool of another process, as that of another rank, is read and written as if it were on this GPU."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FAR_POOL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as far:
+        assert far.stdout is not None
+        mapping = Mapping(bytes.fromhex(far.stdout.readline()), 1 << 21, torch.device("cuda", 0), of_peer=True)
+        assert mapping.tensor is not None and int(mapping.tensor.sum()) == 7 << 21
+        mapping.tensor[:5].fill_(9)
+        assert mapping.tensor.cpu()[:6].tolist() == [9] * 5 + [7]
+        mapping.close()
+        far.communicate("", timeout=30)

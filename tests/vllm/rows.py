@@ -40,10 +40,11 @@ def stock(model: str, dtype: str) -> list[list[int]]:
 def crossdock(model: str, dtype: str, options: list[str]) -> list[list[int]]:
     from engine.attention.forward_batch import SeqChunk
     from engine.vllm.load import load_engine
+    from worker.rank import map_pool
 
     engine = load_engine(
         model, device="cpu", dtype=dtype, context_tokens_max=CONTEXT, kv_bytes=1 << 28, gpu_share=0.9, step_tokens=128,
-        rows=4, args=" ".join(["--enforce-eager", f"--block-size {BLOCK}", *options]),
+        rows=4, map_pool=map_pool, args=" ".join(["--enforce-eager", f"--block-size {BLOCK}", *options]),
         on_progress=lambda _: None, on_lost_rank=lambda why: sys.exit(why),
     )  # fmt: skip
     sequences, answers = prompts(), [list[int]() for _ in LENGTHS]

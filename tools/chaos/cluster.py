@@ -278,7 +278,7 @@ class Cluster:
         process = member.process
         assert process is not None
         children = psutil.Process(process.pid).children() if rank else []
-        ranks = [child.pid for child in children if "engine.vllm.rank" in child.cmdline()]
+        ranks = [child.pid for child in children if "worker.rank" in child.cmdline()]
         os.kill(ranks[0] if ranks else process.pid, signal.SIGKILL)
         await self.until(f"{member.name} is dead", lambda: process.poll() is not None, STOP_S)
 

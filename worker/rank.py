@@ -27,7 +27,7 @@ def make_pool(rank_0: socket.socket, rank: int, kv_bytes: int) -> torch.Tensor:
 
 
 def map_pool(rank: socket.socket, kv_bytes: int, device: torch.device) -> torch.Tensor:
-    """In rank 0: the pool that this rank has made, readable and writable from `device`. Raises `ConnectionError`, and
+    """Returns, in rank 0, the pool that this rank has made, readable and writable from `device`. Raises `ConnectionError`, and
     `RuntimeError` where one GPU cannot read another's memory."""
     told, descriptors, _, _ = socket.recv_fds(rank, HANDLE_BYTES, 1)
     if not told:

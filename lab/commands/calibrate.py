@@ -54,14 +54,14 @@ def run(settings: CalibrateSettings) -> int:
 
 async def _run(settings: CalibrateSettings, console: Console) -> int:
     model = resolve.ready(settings.model, "", console)
-    load = LoadSettings(model=settings.model, device=settings.device)
+    load = LoadSettings(model=settings.model, device=settings.device, **settings.engine_options())
     samples, bar = Samples(), _Bar(console)
     with bar:
         for number in range(settings.rounds):
             measured, logged, probed = await _round(settings, load, model, number, bar, console)
             samples.add(measure.samples_of(measured, logged))
     cores = shared_cores(settings.device)
-    profile = profile_of(samples, logged, _about(probed, settings.device), cores)
+    profile = profile_of(samples, logged, _about(probed, settings), cores)
     if cores[0]:
         slower = await asyncio.to_thread(read_slower, frozenset(os.sched_getaffinity(0)))
         profile = profile.replaced(beside_mixed=slower)
@@ -170,10 +170,11 @@ def shared_cores(device: str) -> tuple[int, int]:
     return tuple(len({core for seat in seats for core in seat.cores}) for seats in (plan.prefill, plan.decode))  # type: ignore[return-value]
 
 
-def _about(probed: Probed, device: str) -> dict[str, Any]:
+def _about(probed: Probed, settings: CalibrateSettings) -> dict[str, Any]:
     return {
         "model": probed.target.model,
-        "device": device,
+        "device": settings.device,
+        "engine": settings.engine,
         "machine": reports.machine() | {"cpu": _cpu_name(), "memory_gib": round(psutil.virtual_memory().total / 2**30)},
         "system": platform.platform(),
         "versions": {name: version_of(name) for name in _VERSIONS},

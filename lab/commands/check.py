@@ -160,6 +160,7 @@ def _load(settings: TuneCheckSettings, tuned: TuneSettings, file: Path) -> LoadS
         model=settings.model,
         device=settings.device,
         seed=tuned.seed,
+        **settings.engine_options(),
     )
 
 

@@ -9,7 +9,16 @@ from lab.advise import Slo
 from lab.commands.profiles.settings import known_card
 from lab.goals import Goals
 from launcher.load.settings import CV_HELP, LengthText
-from runtime.settings.types import SLO_TPOT_MS, SLO_TTFT_MS, CommaList, Device, JsonOption, Panels, split_commas
+from runtime.settings.types import (
+    SLO_TPOT_MS,
+    SLO_TTFT_MS,
+    CommaList,
+    Device,
+    EngineOptions,
+    JsonOption,
+    Panels,
+    split_commas,
+)
 
 
 def _check_sizes(value: list[int]) -> list[int]:
@@ -42,7 +51,7 @@ Sizes = Annotated[list[int], NoDecode, BeforeValidator(split_commas), AfterValid
 SloList = Annotated[CommaList, AfterValidator(_check_slos)]
 
 
-class CalibrateSettings(JsonOption):
+class CalibrateSettings(JsonOption, EngineOptions):
     """Measure how long prefill, decode and KV transfer take on this installation.
 
     Starts a cluster of one prefill and one decode worker for a few minutes, and writes a profile for crossdock tune. Use the
@@ -170,7 +179,7 @@ class TuneSettings(TrafficSettings):
     html: str = Field("", description="File for the report as one HTML page.")
 
 
-class TuneCheckSettings(JsonOption):
+class TuneCheckSettings(JsonOption, EngineOptions):
     """Run the recommended ratio and the next best ones live, and print what was predicted beside what is measured.
 
     Starts each ratio in turn on this machine and sends it the traffic of the recommendation, for --duration seconds, so slow

@@ -34,7 +34,7 @@ from launcher.models.resolve import ReadyModel
 from runtime.process.exits import INTERRUPTED_EXIT
 from runtime.process.version import version_of
 from runtime.settings.options import SettingsError
-from runtime.settings.serve import ServeSettings
+from runtime.settings.serve import EveryServeOption
 
 READY_TIMEOUT_S = 600.0
 _PRIORITY_CLASSES = '["interactive", "standard", "batch"]'
@@ -116,6 +116,7 @@ async def started(
             "device": settings.device,
             "ready_timeout_s": READY_TIMEOUT_S,
             "event_log": str(event_log),
+            **settings.engine_options(),
         }
         keyed = tuple(tenants)
         if [tenant.name for tenant in tenants] != ["default"]:
@@ -124,7 +125,7 @@ async def started(
             file.write_text(_tenants_toml(keyed), encoding="utf-8")
             serve |= {"tenants": str(file), "usage_db": str(Path(folder) / "usage.db")}
         cores = os.sched_getaffinity(0)
-        async with running(ServeSettings(**serve), model, console) as up:
+        async with running(EveryServeOption(**serve), model, console) as up:
             try:
                 if up.cluster.plan.control:
                     # The client must not take time from the streams it measures.

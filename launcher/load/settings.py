@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from launcher.load.lengths import Lengths
 from launcher.load.tenants import Ratio
-from runtime.settings.types import SLO_TPOT_MS, SLO_TTFT_MS, CommaList, Device, JsonOption, Panels
+from runtime.settings.types import SLO_TPOT_MS, SLO_TTFT_MS, CommaList, Device, EngineOptions, JsonOption, Panels
 
 
 def _check_lengths(value: str) -> str:
@@ -32,7 +32,7 @@ _LENGTHS_HELP = "like 128, uniform:64-512 or lognormal:MEDIAN,SIGMA"
 START_HELP = "Start a cluster of so many prefill and decode workers, or mixed ones (M), for the run: 1P1D, 2M, 2P1D+1M."
 
 
-class TargetSettings(JsonOption):
+class TargetSettings(JsonOption, EngineOptions):
     """The options of every load generator: to whom it sends, as whom, and the limits of a good answer."""
 
     tenant: CommaList = Field(

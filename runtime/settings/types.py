@@ -96,6 +96,29 @@ class JsonOption(Options):
     )
 
 
+class EngineOptions(Options):
+    """The options of workers, and of commands that start some for a measurement."""
+
+    panels: ClassVar[Panels] = {"Engine": "engine engine_python vllm_args"}
+    engine: Literal["crossdock", "vllm"] = Field(
+        "crossdock",
+        description="What computes the model. vllm: the models, kernels and quantization of an installed vLLM, with crossdock's"
+        " blocks, steps and draws. See docs/engines.md.",
+    )
+    engine_python: str = Field(
+        "",
+        max_length=4096,
+        description="Python that has vLLM, for --engine vllm. Empty: this one if it has it, else that of the vllm command.",
+    )
+    vllm_args: str = Field(
+        "", max_length=4096, description="Options of vLLM itself, as vllm serve takes them, in quotes."
+    )
+
+    def engine_options(self) -> dict[str, Any]:
+        """Returns those that were given, for the options of a cluster."""
+        return {key: getattr(self, key) for key in self.model_fields_set & EngineOptions.model_fields.keys()}
+
+
 class KeyOptions(Options):
     """The options of everything that connects to a cluster's ports."""
 

@@ -10,7 +10,7 @@ from proto.parts import STALL_SHARE, STEP_TOKENS
 from runtime.settings.addresses import EVERY_INTERFACE, Address
 from runtime.settings.common import ClientSettings
 from runtime.settings.cores import parse_cores
-from runtime.settings.types import WEIGHTS_HELP, Cores, Device, Dtype, Panels, Weights
+from runtime.settings.types import WEIGHTS_HELP, Cores, Device, Dtype, EngineOptions, Panels, Weights
 
 GPU_MEMORY_SHARE: Final = 0.9  # of all workers on a GPU together, by default
 MIXED_NAME_CHARS: Final = MAX_ID_CHARS - len("-prefill")
@@ -21,13 +21,12 @@ def gpu_share_of(workers: int) -> float:
     return round(GPU_MEMORY_SHARE / workers, 3)
 
 
-class WorkerSettings(ClientSettings):
+class WorkerSettings(ClientSettings, EngineOptions):
     """Compute prompts (prefill), stream answers (decode), or do both (mixed)."""
 
     section = "worker"
     panels: ClassVar[Panels] = {
         "Model": "role model model_id revision max_model_len device dtype weights",
-        "Engine": "engine engine_python vllm_args",
         "Compute": "threads cpu_cores max_seqs step_tokens_max stall_share",
         "KV cache": "kv_gib gpu_memory_share prefix_cache kv_tier_gib kv_tier_folder",
         "KV transfer": "kv_bind transfer_host kv_transport transfer_encryption",
@@ -59,19 +58,6 @@ class WorkerSettings(ClientSettings):
         description="Type of weights and KV cache. auto: float32 on CPU, as stored on a GPU. Workers must agree.",
     )
     weights: Weights = Field("float32", description=WEIGHTS_HELP + " Workers must agree.")
-    engine: Literal["crossdock", "vllm"] = Field(
-        "crossdock",
-        description="What computes the model. vllm: the models, kernels and quantization of an installed vLLM, with crossdock's"
-        " blocks, steps and draws. See docs/engines.md.",
-    )
-    engine_python: str = Field(
-        "",
-        max_length=4096,
-        description="Python that has vLLM, for --engine vllm. Empty: this one if it has it, else that of the vllm command.",
-    )
-    vllm_args: str = Field(
-        "", max_length=4096, description="Options of vLLM itself, as vllm serve takes them, in quotes."
-    )
     threads: int = Field(
         1,
         ge=1,

@@ -2,9 +2,12 @@
 
 import asyncio
 import random
+from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
+from launcher.bench import serve as serve_bench
 from launcher.http.client import RequestFailed, new_session
 from launcher.http.streams import (
     TRIES_MAX,
@@ -15,6 +18,11 @@ from launcher.http.streams import (
     percentile,
     stream_completion,
 )
+from launcher.load.settings import LoadSettings
+from launcher.load.tenants import LoadTenant, Ratio
+from launcher.models.resolve import ReadyModel
+from runtime.settings.serve import options_for
+from runtime.settings.workers import WorkerSettings
 from tests.launcher.scripted_server import DONE, STREAM, event, refusal, serving, token, usage
 
 TOKENS = b"".join(token(word) for word in ("a", '"error"', "data: {"))
@@ -88,3 +96,27 @@ def test_long_prompts_are_sized_and_repeatable() -> None:
     for _ in range(50):
         assert 10 <= len(long_prompt(random.Random(), 10, 20).split()) <= 20
     assert long_prompt(random.Random(1), 10, 20) == long_prompt(random.Random(1), 10, 20)
+
+
+def test_measured_cluster_has_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster that a command starts to measure it computes with the engine that was given to the command."""
+    asked: list[Any] = []
+
+    def running(serve: Any, *_: object) -> Any:
+        asked.append(serve)
+        raise Interrupted
+
+    class Interrupted(Exception):
+        pass
+
+    monkeypatch.setattr(serve_bench, "running", running)
+
+    async def measure() -> None:
+        load = LoadSettings(engine="vllm", vllm_args="--enforce-eager")
+        model = cast(ReadyModel, None)
+        async with serve_bench.started(load, Ratio(1, 1), [LoadTenant("default")], model, Console()):
+            pass
+
+    with pytest.raises(Interrupted):
+        asyncio.run(measure())
+    assert options_for(asked[0], WorkerSettings) == {"engine": "vllm", "vllm_args": "--enforce-eager"}

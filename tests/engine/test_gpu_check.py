@@ -131,7 +131,8 @@ def test_parts_and_model_are_distinguished(monkeypatch: pytest.MonkeyPatch, out:
     for arguments, expected in (
         (["smoke,kernels"], [("smoke", ""), ("kernels", "")]),
         (["/models/one", "answers"], [("answers", "/models/one")]),
-        (["/models/one"], [(part, "/models/one") for part in module.PARTS_S]),
+        (["/models/one"], [(part, "/models/one") for part in module.PARTS_S if part != "vllm"]),
+        (["/models/one", "vllm"], [("vllm", "/models/one")]),
     ):
         ran.clear()
         module.main(["--device", "cpu", "--out", str(out), *arguments])
@@ -141,6 +142,7 @@ def test_parts_and_model_are_distinguished(monkeypatch: pytest.MonkeyPatch, out:
     assert sum(module.PARTS_S[part] for part in ("smoke", "engine", "kernels")) <= module.ALL_S < 540
     assert sum(module.PARTS_S[part] for part in ("kv", "faults", "answers")) <= module.ALL_S
     assert sum(module.PARTS_S[part] for part in ("tests", "host")) <= module.ALL_S
+    assert module.PARTS_S["vllm"] <= module.ALL_S
 
 
 def test_wheels_are_carried_without_pip(tmp_path: Path) -> None:

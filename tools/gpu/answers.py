@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,19 @@ WAITED_UNTIL = time.monotonic() + 75.0
 """A wait that has not ended by then fails early enough to be recorded in the part's time."""
 
 
-def left_s() -> float:
-    return max(5.0, WAITED_UNTIL - time.monotonic())
-
-
-def answer(cluster: Parts, transport: str) -> str:
-    """Returns the answer of new workers that use this transport, beside the coordinator and gateway that are there."""
+def answer(cluster: Parts, transport: str, until: float = WAITED_UNTIL, **engines: Sequence[str]) -> str:
+    """Returns the answer of new workers that use this transport, beside the coordinator and gateway that are there. `engines`:
+    further options of the `prefill` and the `decode` worker."""
     options = ["--device", DEVICE, "--kv-transport", transport, *(["--gpu-memory-share", "0.2"] if ON_GPU else [])]
     names = [f"{role}-{transport}" for role in ("prefill", "decode")]
+
+    def left_s() -> float:
+        return max(5.0, until - time.monotonic())
+
     try:
         for name in names:
-            cluster.start(f"{name.split('-')[0]}_worker", *options, name=name)
+            role = name.split("-")[0]
+            cluster.start(f"{role}_worker", *options, *engines.get(role, ()), name=name)
         cluster.wait_registered(2, left_s())
         body = {"model": cluster.model_id, "prompt": PROMPT, "max_tokens": 32, "temperature": 0}
         reply = httpx.post(f"{cluster.base_url}/v1/completions", json=body, timeout=left_s(), trust_env=False)

@@ -28,9 +28,16 @@ NO_GPU = 77
 ALL_S = 535.0
 PARTS_S = {
     "smoke": 60.0, "engine": 150.0, "kernels": 80.0, "kv": 110.0, "faults": 80.0, "tests": 150.0, "answers": 90.0, "host": 25.0,
+    "vllm": 470.0,
 }  # fmt: skip
 """Parts in their order, and the seconds that each may take."""
-MODULES = {"engine": "engine_bench", "kernels": "kernel_bench", "kv": "bench", "host": "host_time"}
+MODULES = {
+    "engine": "engine_bench",
+    "kernels": "kernel_bench",
+    "kv": "bench",
+    "host": "host_time",
+    "vllm": "vllm_answers",
+}
 TESTS = {"tests": ["tests/gpu", "-k", "not killed"], "faults": ["tests/gpu/test_pairs.py", "-k", "killed"]}
 LINES_MAX = 40
 FIGURES = (
@@ -55,7 +62,7 @@ def command_of(part: str, model: str, report: Path) -> list[str]:
             spread.append(f"--timeout={PARTS_S[part] / 2 - 5:.0f}")
         options = ["-q", "-rf", "--no-header", "-p", "no:cacheprovider", f"--junitxml={report}", *spread]
         return ["pytest", *options, *TESTS[part]]
-    return [f"tools.gpu.{MODULES.get(part, part)}", *([model] if part == "answers" and model else [])]
+    return [f"tools.gpu.{MODULES.get(part, part)}", *([model] if part in ("answers", "vllm") and model else [])]
 
 
 def run_part(part: str, model: str, limit_s: float) -> None:
@@ -150,12 +157,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: a dry run at tiny sizes.")
     parser.add_argument("model", nargs="?", default="", help="Folder of a model to answer with, besides a tiny one.")
     parser.add_argument(
-        "parts", nargs="?", default="", help=f"Some of {','.join(PARTS_S)}; else all that there is time for."
+        "parts", nargs="?", default="", help=f"Some of {','.join(PARTS_S)}; else all but vllm that there is time for."
     )
     asked = parser.parse_args(arguments)
     if not asked.parts and asked.model and set(asked.model.split(",")) <= set(PARTS_S):
         asked.model, asked.parts = "", asked.model
-    wanted = asked.parts.split(",") if asked.parts else list(PARTS_S)
+    wanted = asked.parts.split(",") if asked.parts else [part for part in PARTS_S if part != "vllm"]
     if unknown := sorted(set(wanted) - set(PARTS_S)):
         parser.error(f"{', '.join(unknown)}: the parts are {', '.join(PARTS_S)}")
     if why := why_not(asked.device):

@@ -11,10 +11,6 @@ from lab.search import Candidate, Space
 from runtime.settings.options import SettingsError
 
 DEGREES = tuple(1 << power for power in range(HOST_CARDS.bit_length()))
-SPLIT_NOTE = (
-    "Workers of several GPUs cannot be started yet: with vLLM, a model is split on CPUs only so far (docs/engines.md)."
-)
-SINGLE_NOTE = " --layouts compares workers of one card each, which can, like 4P4D,8M."
 
 
 def is_asked(settings: TuneSettings) -> bool:
@@ -89,9 +85,7 @@ def longest_of(sent: Sequence[Sent]) -> int:
     return max(one.prompt_tokens + one.output_tokens for one in sent)
 
 
-def caveats(
-    settings: TuneSettings, kinds: Mapping[int, Profile], sent: Sequence[Sent], profile: Profile, best: Candidate
-) -> list[str]:
+def caveats(settings: TuneSettings, kinds: Mapping[int, Profile], sent: Sequence[Sent], profile: Profile) -> list[str]:
     if not kinds:
         return []
     about = profile.about.get("decode", profile.about)
@@ -104,8 +98,7 @@ def caveats(
                 f"{what} of {degree} card{'s' * (degree > 1)} are left out: the longest request has {longest:,} tokens, and"
                 f" their memory is for {capacity.kv_tokens:,}{', shared by both phases' * what.startswith('Mixed')}."
             )
-    single = SINGLE_NOTE if 1 in kinds and kinds[1].prefill_capacity.kv_tokens >= longest else ""
-    return [*found, *([SPLIT_NOTE + single] if max(best.cards) > 1 else [])]
+    return found
 
 
 def _named(settings: TuneSettings) -> tuple[Candidate, ...]:

@@ -232,8 +232,7 @@ def report_of(
             "headroom": found.headroom,
             "cards_enough": cards_enough(best.candidate, found.headroom) if kinds else 0,
             "candidates": len(found.first),
-            "caveats": caveats(settings, profile, played)
-            + cards.caveats(settings, kinds, sent, profile, best.candidate),
+            "caveats": caveats(settings, profile, played) + cards.caveats(settings, kinds, sent, profile),
             "apply": apply_cards(best.candidate, profile, sent) if kinds else apply_lines(best, profile),
             "seconds": round(time.perf_counter() - began, 1),
         }

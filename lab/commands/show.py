@@ -133,8 +133,9 @@ def number(value: float | None, digits: int = 1) -> str:
 
 def _ranked(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     costs = ("good/money",) if rows[0]["good_per_cost"] else ()
+    bounds = ("batch",) if shows_bounds(rows) else ()
     table = tables.Table(
-        f"{rows[0]['simulated_requests']:,} requests; times in ms", "ratio", "step", "best", "good/s", *costs, "%",
+        f"{rows[0]['simulated_requests']:,} requests; times in ms", "ratio", "step", *bounds, "best", "good/s", *costs, "%",
         "keeps load", "TTFT p50", "TTFT p90", "TPOT p90",
         "busy P/D/T", tables.words("limited by"),
     )  # fmt: skip
@@ -142,6 +143,7 @@ def _ranked(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         table.row(
             one["workers"],
             str(one["step_tokens"]),
+            *(bound_words(one) for _ in bounds),
             f"{100 * one['probability']:.0f} %",
             number(one["goodput_requests_per_s"], 2),
             *(number(one["good_per_cost"], 0) for _ in costs),
@@ -157,9 +159,20 @@ def _ranked(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     console.print(f"[dim]{BUSY_NOTE}[/dim]", highlight=False)
 
 
+def shows_bounds(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the ratios differ in the most sequences of their batches."""
+    return len({one["seqs_max"] for one in rows}) > 1
+
+
+def bound_words(one: Mapping[str, Any]) -> str:
+    return f"≤ {one['seqs_max']}" if one["seqs_max"] else "profile's"
+
+
 def load_words(one: Mapping[str, Any]) -> str:
     """Up to which multiple of the load a ratio keeps the SLO, where that is known."""
-    return "" if one["load_kept"] is None else f"× {one['load_kept']:.2f}"
+    if one["load_kept"] is None:
+        return ""
+    return f"{'≥ ' if one['load_kept'] >= HEADROOM_MAX else ''}× {one['load_kept']:.2f}"
 
 
 def _what_if(report: Mapping[str, Any], console: Console) -> None:

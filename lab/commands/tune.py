@@ -22,7 +22,7 @@ from lab.commands.profiles.show import error_words
 from lab.commands.settings import TuneSettings, parse_slos
 from lab.commands.traffic import TuneTraffic, block_tokens, context_tokens, fitted_traffic, profile_of
 from lab.goals import Goals
-from lab.layouts import cards_enough, cluster_toml
+from lab.layouts import cards_enough, cluster_toml, context_kept
 from lab.play.options import RunOptions
 from lab.play.outcome import PlayedOutcome
 from lab.play.plays import Each
@@ -98,18 +98,16 @@ def usual_stall_share(profile: Profile) -> float:
     return STALL_SHARE if profile.about.get("device") == "cpu" else 0.0
 
 
-def caveats(settings: TuneSettings, profile: Profile, played: TuneTraffic) -> list[str]:
-    """Returns notes about facts that are not in the answer and could change it."""
+def caveats(settings: TuneSettings, profile: Profile, played: TuneTraffic, context: str) -> list[str]:
+    """Returns notes about facts that are not in the answer and could change it. `context`: that bounds requests, in words."""
     found, cores = [], profile.prefill_cores + profile.decode_cores
-    context, requests = context_tokens(profile), len(played.sent)
+    requests = len(played.sent)
     if played.cut:
-        found.append(
-            f"{played.cut:,} of {requests:,} requests were made shorter, to fit the model's context of {context:,} tokens."
-        )
+        found.append(f"{played.cut:,} of {requests:,} requests were made shorter, to fit {context}.")
     if played.left_out:
         found.append(
             f"{played.left_out:,} turns are left out, beside {requests:,} that are played: prompts of their sessions had grown"
-            f" beyond the model's context of {context:,} tokens."
+            f" beyond {context}."
         )
     if 0 < cores < settings.workers:
         found.append(
@@ -123,6 +121,14 @@ def caveats(settings: TuneSettings, profile: Profile, played: TuneTraffic) -> li
     if settings.prefill_profile:
         found.append("Prefill and decode workers are of different hardware, so none is mixed; each has its own.")
     return found + [line for one in sources_of(profile) if (line := source(one, profile))]
+
+
+def context_words(profile: Profile) -> str:
+    """Returns the context that bounds the requests: the model's, or what the largest workers of cards have memory for."""
+    context, cards = context_tokens(profile), profile.about.get("cards", 0)
+    if not cards or not context_kept(profile, 0):
+        return f"the model's context of {context:,} tokens"
+    return f"a context of {context:,} tokens: the largest workers here, of {cards} card{'s' * (cards > 1)}, hold two of those"
 
 
 def sources_of(profile: Profile) -> list[Mapping[str, Any]]:
@@ -202,6 +208,7 @@ def report_of(
     profile = own_hardware(profile) if settings.own_hardware else profile
     check_classes(goals, sent)
     began = time.perf_counter()
+    context = context_words(profile)
     found, profile = searched(settings, profile, goals, sent, console, kinds)
     best = found.best
     assert best.outcome is not None
@@ -232,7 +239,7 @@ def report_of(
             "headroom": found.headroom,
             "cards_enough": cards_enough(best.candidate, found.headroom) if kinds else 0,
             "candidates": len(found.first),
-            "caveats": caveats(settings, profile, played)
+            "caveats": caveats(settings, profile, played, context)
             + cards.caveats(settings, kinds, sent, profile, best.candidate),
             "apply": apply_cards(best.candidate, profile, sent) if kinds else apply_lines(best, profile),
             "seconds": round(time.perf_counter() - began, 1),
@@ -254,7 +261,8 @@ def _about(settings: TuneSettings, profile: Profile) -> dict[str, Any]:
 def on_all_cores(candidates: int, requests: int, effort: Effort) -> Iterator[Each]:
     """Yields a `map` that uses all cores, if there is enough to play."""
     count = len(os.sched_getaffinity(0))
-    if count < 2 or candidates * min(requests, effort.first) + 10 * min(requests, effort.second) < POOL_REQUESTS:
+    first, second, _ = (min(part, requests) for part in effort.parts(candidates))
+    if count < 2 or candidates * first + 10 * second < POOL_REQUESTS:
         yield map
         return
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
@@ -328,6 +336,8 @@ def apply_cards(candidate: Candidate, profile: Profile, sent: Sequence[Sent]) ->
     """A whole `cluster.toml`, and the command that starts its first host."""
     model = str(profile.about["model"])
     lines = cluster_toml(candidate, model, profile, cards.longest_of(sent))
+    if "/" not in model and not Path(model).is_dir():
+        lines[0] += f"  # write its folder, or its name on Hugging Face like ORG/{model}"
     return {
         "workers": str(candidate),
         "command": "crossdock up cluster.toml --host gpu0",

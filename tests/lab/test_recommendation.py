@@ -86,7 +86,7 @@ CASES = [
 ]
 
 
-SMALL = Effort(100, 200, 400)
+SMALL = Effort(100, 200, 400, 0)
 
 
 def searched(profile: Profile, sent: list[Sent], workers: int) -> Found:
@@ -112,7 +112,7 @@ def test_search_results_are_consistent(profile: Profile, sent: list[Sent], worke
     assert found.ranked[0] is best and all(one.whole for one in found.ranked)
     assert recommended(found.ranked) is best
     assert sum(one.probability for one in found.ranked) == pytest.approx(1.0)
-    part = excerpt(sent, SMALL.whole)
+    part = excerpt(sent, SMALL.whole, 30.0)
     assert {one.requests for one in found.ranked} == {len(part)}
     for one in found.ranked:
         assert bool(one.limit.name) == (one.attainment < found.goals.percentile)

@@ -104,7 +104,7 @@ def test_load_scales_the_clients(factor: float) -> None:
 def test_excerpt_has_first_turns() -> None:
     """An excerpt has the first turns of each client."""
     sent = agents(8, 10)
-    part = excerpt(sent, 24)
+    part = excerpt(sent, 24, 30.0)
     assert part == first_turns(sent, 24)
     assert len(part) == 24
     assert len(set(clients_of(part))) == 8

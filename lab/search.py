@@ -112,8 +112,8 @@ class Scored:
 
     @property
     def costs(self) -> tuple[float, int, float]:
-        """Of equal candidates, the one with the least of these is recommended: of equally cheap ones, the one whose workers are
-        split over the fewest cards, and of these the one that stays furthest below its limits."""
+        """The order of equal candidates: the cheapest first, of these the one whose workers are split over the fewest cards, and
+        then the one that stays furthest below its limits."""
         return self.price, sum(self.candidate.cards), self.strain
 
     def rank(self) -> tuple[float, float, tuple[float, int, float]]:
@@ -417,6 +417,9 @@ def draws(outcome: PlayedOutcome, values: Floats, seed: int) -> Floats:
     """Returns the mean of `values`, and their means over drawn windows; for sessions, over drawn clients. The same seed draws
     the same."""
     clients = np.array(outcome.clients)
+    if len(clients):  # requests of no session, of which each is a client, are drawn by windows
+        _, place, turns = np.unique(clients, return_inverse=True, return_counts=True)
+        clients = np.where(turns[place] == 1, -1 - np.arange(len(clients)) * WINDOWS // len(clients), clients)
     parts = [np.flatnonzero(clients == one) for one in np.unique(clients)] or windows(outcome.at_s, WINDOWS)
     sums = np.array([values[part].sum() for part in parts])
     sizes = np.array([len(part) for part in parts])

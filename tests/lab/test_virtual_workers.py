@@ -12,7 +12,7 @@ from lab.play.player import Player
 from lab.play.request import PlayedRequest, Sent
 from lab.profile import Curve, DecodeCost, HostCost
 from lab.search import Effort, Space, search
-from lab.traffic import at_load, excerpt, fitted, window_s
+from lab.traffic import excerpt, fitted, window_s
 from tests.lab.profiles import GPU, PATIENT
 
 SLO, SMALL = Slo(500.0, 25.0), Effort(100, 300, 300)
@@ -175,10 +175,10 @@ def test_excerpt_spans_the_trace(per_s: float, windows: int) -> None:
 @pytest.mark.parametrize("load", [0.8, 1.2])
 def test_excerpt_shows_overload(load: float) -> None:
     """Queues grow in an excerpt as in the whole trace, although only some seconds of its many requests are played."""
-    sent = at_load(traffic(60.0, 8000), load)
+    sent = [Sent(n / 250 / load, 51, 1) for n in range(4000)]  # a step of 256 tokens takes 20 ms
     for part in (sent, excerpt(sent, 2000, window_s(sent, SLO))):
-        kept = Player(GPU, Workers(8, 3), part).run().attainment(Goals(SLO))
-        assert (kept > 0.95) == (load < 1), kept
+        kept = Player(GPU, Workers(1, 1), part).run().attainment(Goals(SLO))
+        assert (kept > 0.95) == (load < 1) and not 0.5 < kept < 0.95
 
 
 @pytest.mark.parametrize("workers", [Workers(1, 1), Workers(0, 0, 1)], ids=str)

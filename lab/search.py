@@ -112,8 +112,8 @@ class Scored:
 
     @property
     def costs(self) -> tuple[float, int, float]:
-        """The order of equal candidates: the cheapest first, of these the one whose workers are split over the fewest cards, and
-        then the one that stays furthest below its limits."""
+        """The order of equal candidates: the cheapest first, of these the one whose workers have the fewest cards each, then
+        the one that stays furthest below its limits."""
         return self.price, sum(self.candidate.cards), self.strain
 
     def rank(self) -> tuple[float, float, tuple[float, int, float]]:
@@ -315,7 +315,8 @@ def search(
     lab.play(parts[1], [(own, load) for load in LOADS if load not in own.shares])
     at_loads = {load: float(own.shares[load][0]) for load in LOADS}
     rates = {load: own.turns_per_s.get(load, load * per_s) for load in LOADS}
-    _loads_kept(lab, parts, ranked, second)
+    _loads_kept(lab, parts, ranked, second, STEPS[1] if effort is not QUICK else STEPS[0])
+    _loads_kept(lab, parts, [best], second, STEPS[1])
     limits = parts[2] if len(parts[2]) <= LIMIT_REQUESTS else parts[1]
     for done, one in enumerate(ranked if effort is not QUICK else [best]):
         tell("what limits", done, len(ranked))
@@ -379,16 +380,18 @@ def _on_the_whole(lab: Lab, sent: Sequence[Sent], second: Sequence[Scored]) -> l
     return full
 
 
-def _loads_kept(lab: Lab, parts: Sequence[Sequence[Sent]], rows: Sequence[Scored], second: Sequence[Scored]) -> None:
+def _loads_kept(
+    lab: Lab, parts: Sequence[Sequence[Sent]], rows: Sequence[Scored], second: Sequence[Scored], step: float
+) -> None:
     """Finds the loads up to which these keep the SLO, which may be more than the traffic's own. Where the whole trace is longer
     than the second excerpt, that tells where to begin."""
     guesses: dict[Candidate, float] = {}
     if len(parts[2]) > len(parts[1]):
         names = {one.candidate for one in rows}
         same = [one for one in second if one.candidate in names]
-        lab.find_loads(parts[1], same, guesses, HEADROOM_MAX, STEPS[1])
+        lab.find_loads(parts[1], same, guesses, HEADROOM_MAX, step)
         guesses = {one.candidate: one.load_kept or 1.0 for one in same}
-    lab.find_loads(parts[2], rows, guesses, HEADROOM_MAX, STEPS[1])
+    lab.find_loads(parts[2], rows, guesses, HEADROOM_MAX, step)
 
 
 def recommended(found: Sequence[Scored]) -> Scored:

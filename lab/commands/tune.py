@@ -230,7 +230,6 @@ def report_of(
             "kept": best.attainment >= goals.percentile,
             "ranked": [entry(one, found) for one in found.ranked],
             "by_workers": [entry(one, found) for one in found.first],
-            "class_attainment": class_attainment(best.outcome, goals),
             "what_if": [
                 {"load": load, "attainment": share, "goodput_requests_per_s": found.rates[load] * share}
                 for load, share in found.at_loads.items()
@@ -276,11 +275,6 @@ def as_it_came(sent: Sequence[Sent], outcome: PlayedOutcome) -> list[Sent]:
         return list(sent)
     moved = [one._replace(at_s=at_s) for one, at_s in zip(sent, outcome.at_s.tolist(), strict=True)]
     return sorted(moved, key=lambda one: one.at_s)
-
-
-def class_attainment(outcome: PlayedOutcome, goals: Goals) -> dict[str, float]:
-    good, names = outcome.good(goals), np.array(outcome.classes)
-    return {str(name): float(good[names == name].mean()) for name in np.unique(names)}
 
 
 def plain(value: Any) -> Any:

@@ -69,7 +69,7 @@ def headline(report: Mapping[str, Any]) -> str:
     text = f"{best['workers']}, {100 * (probability_of(report) or 0):.0f} %"
     if other is not None:
         what = "goodput_requests_per_s" if report["kept"] or not best["load_kept"] else "load_kept"
-        less = (other[what] or 0.0) / max(best[what], 1e-9) - 1
+        less = other[what] / max(best[what], 1e-9) - 1
         text += f"; {other['workers']} {'is equal' if less > -0.0005 else signed(less)}"
     if not report["disaggregate"] and report["settings"]["workers"] > 1:
         text += " — do not disaggregate"
@@ -169,9 +169,7 @@ def bound_words(one: Mapping[str, Any]) -> str:
 
 
 def load_words(one: Mapping[str, Any]) -> str:
-    """Up to which multiple of the load a ratio keeps the SLO, where that is known."""
-    if one["load_kept"] is None:
-        return ""
+    """Up to which multiple of the load a ratio keeps the SLO."""
     return f"{'≥ ' if one['load_kept'] >= HEADROOM_MAX else ''}× {one['load_kept']:.2f}"
 
 

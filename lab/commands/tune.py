@@ -305,7 +305,7 @@ def entry(result: Scored, found: Found) -> dict[str, Any]:
         "simulated_requests": result.requests,
         "attainment": result.attainment,
         "keeps": keeps,
-        "load_kept": result.load_kept if len(result.shares) > 1 else None,
+        "load_kept": result.load_kept,
         "load_about": float(result.loads_kept[0]),
         "goodput_requests_per_s": per_s * result.attainment,
         "goodput_low": low,

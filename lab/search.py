@@ -210,7 +210,7 @@ class Effort(NamedTuple):
 
 
 FULL: Final = Effort()
-QUICK: Final = Effort(150, 800, 800, 10_000)
+QUICK: Final = Effort(150, 700, 700, 7_000)
 
 
 Tell = Callable[[str, int, int], None]  # (name of the work, steps done, all steps), for a progress bar

@@ -68,14 +68,12 @@ class Estimate:
     decode_load: float
     ttft_attainment: float
     tpot_attainment: float
-    binds: str  # "prefill compute", "decode compute", "decode memory", "TTFT target", or "" if the SLO is kept
 
 
 class _Decode(NamedTuple):
     sequences: float
     step_ms: float
     load: float
-    memory: bool  # `load` is counted by KV memory, not by compute
 
 
 class QueueingModel:
@@ -142,16 +140,8 @@ class QueueingModel:
 
     def _judged(self, workers: Workers, ttft: Floats, tpot: Floats, load: float, batch: _Decode) -> Estimate:
         attainment, first, each = float((ttft * tpot).mean()), float(ttft.mean()), float(tpot.mean())
-        binds = ""
-        if attainment < self.slo.percentile:
-            if batch.load >= 1 and batch.load >= load:
-                binds = "decode memory" if batch.memory else "decode compute"
-            elif first < each:
-                binds = "prefill compute" if load > 0.7 else "TTFT target"
-            else:
-                binds = "decode compute"
         goodput = 1000 * self.per_ms * attainment
-        return Estimate(workers, attainment, goodput, load, batch.load, first, each, binds)
+        return Estimate(workers, attainment, goodput, load, batch.load, first, each)
 
     def wanted(self) -> Workers:
         """Returns the least number of each role at which so many requests keep that role's limit that both roles together keep
@@ -208,14 +198,13 @@ class QueueingModel:
             return count - per_ms * self._step_ms(count) * slow
 
         if flow(most) < 0:
-            memory = most < capacity.seqs_max and self._step_ms(most) <= self.slo.tpot_ms
-            return _Decode(most, self._step_ms(most) * slow, per_ms * self._step_ms(most) * slow / most, memory)
+            return _Decode(most, self._step_ms(most) * slow, per_ms * self._step_ms(most) * slow / most)
         low, high = 0.0, float(most)
         for _ in range(40):
             middle = (low + high) / 2
             low, high = (middle, high) if flow(middle) < 0 else (low, middle)
         shared = 1 + (slow - 1) * min(1.0, high)
-        return _Decode(high, self._step_ms(max(high, 1.0)) * shared, high / most, False)
+        return _Decode(high, self._step_ms(max(high, 1.0)) * shared, high / most)
 
     def _step_ms(self, count: float) -> float:
         return self.profile.decode.curve(count) + self.slope_ms * count

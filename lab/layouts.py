@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from lab.advise import Workers
 from lab.profile import Profile, merged
-from lab.search import Candidate, Space
+from lab.search import Candidate, Space, spread
 from proto.errors import CrossdockError
 
 HOST_CARDS: Final = 8  # that a worker can be split over, and in a host of the answer
@@ -63,7 +63,7 @@ class LayoutSpace(Space):
         if not found:
             for total, most in totals.items():
                 for layouts in self._by_pair(total).values():
-                    found += _some(layouts, most)
+                    found += spread(layouts, most)
         settings = product(found, self.step_tokens, self.seqs_max)
         return [Candidate(one.workers, step, seqs, one.cards) for one, step, seqs in settings]
 
@@ -90,14 +90,6 @@ class LayoutSpace(Space):
                 pairs.append(Workers(0, 0, total // decode))
             found[prefill, decode] = [Candidate(one, 0, cards=(prefill, decode)) for one in pairs]
         return found
-
-
-def _some(found: Sequence[Candidate], most: int) -> list[Candidate]:
-    """Returns at most so many layouts at even distances; the last one, which may be the mixed one, always."""
-    if len(found) <= most:
-        return list(found)
-    every = (len(found) - 1) / (most - 1)
-    return [found[round(place * every)] for place in range(most)]
 
 
 def cards_enough(one: Candidate, load_kept: float) -> int:

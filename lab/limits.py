@@ -14,7 +14,7 @@ from lab.goals import Goals
 from lab.play.options import RunOptions
 from lab.play.outcome import PlayedOutcome
 from lab.play.plays import Each, Play, outcome_of
-from lab.profile import Profile
+from lab.profile import Profile, ProfileCapacity
 
 Relief = Callable[[Profile, RunOptions], tuple[Profile, RunOptions]]
 LEAST_GAIN: Final = 0.005
@@ -32,26 +32,8 @@ class Limit(NamedTuple):
 NO_LIMIT: Final = Limit()
 
 
-def _prefill_compute(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
-    return profile.replaced(prefill=profile.prefill.scaled(0.5)), options
-
-
-def _decode_compute(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
-    return profile.replaced(decode=profile.decode.scaled(0.5)), options
-
-
-def _prefill_memory(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
-    capacity = profile.prefill_capacity
-    return profile.replaced(
-        prefill_capacity=msgspec.structs.replace(capacity, kv_blocks=2 * capacity.kv_blocks)
-    ), options
-
-
-def _decode_memory(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
-    capacity = profile.decode_capacity
-    return profile.replaced(
-        decode_capacity=msgspec.structs.replace(capacity, kv_blocks=2 * capacity.kv_blocks)
-    ), options
+def _doubled(capacity: ProfileCapacity) -> ProfileCapacity:
+    return msgspec.structs.replace(capacity, kv_blocks=2 * capacity.kv_blocks)
 
 
 def _sequences(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
@@ -76,10 +58,16 @@ def _cores(profile: Profile, options: RunOptions) -> tuple[Profile, RunOptions]:
 
 
 RESOURCES: Final[Mapping[str, Relief]] = {
-    "prefill compute": _prefill_compute,
-    "decode compute": _decode_compute,
-    "decode memory": _decode_memory,
-    "prefill memory": _prefill_memory,
+    "prefill compute": lambda profile, options: (profile.replaced(prefill=profile.prefill.scaled(0.5)), options),
+    "decode compute": lambda profile, options: (profile.replaced(decode=profile.decode.scaled(0.5)), options),
+    "decode memory": lambda profile, options: (
+        profile.replaced(decode_capacity=_doubled(profile.decode_capacity)),
+        options,
+    ),
+    "prefill memory": lambda profile, options: (
+        profile.replaced(prefill_capacity=_doubled(profile.prefill_capacity)),
+        options,
+    ),
     "sequences": _sequences,
     "transfer": _transfer,
     "shared cores": _cores,

@@ -26,17 +26,18 @@ from lab.play.outcome import Bools, Floats, PlayedOutcome
 from lab.play.plays import Each, Play, outcome_of
 from lab.play.request import Sent
 from lab.profile import Profile
-from lab.traffic import at_load, excerpt, windows
+from lab.traffic import at_load, excerpt, window_s, windows
 
 LAYOUTS_MAX: Final = 12
 """Layouts of one number of workers, and numbers of workers, at even distances. The neighbours of the best one follow."""
 KEPT_MAX: Final = 6  # candidates that play the second excerpt, beside those of the next smaller numbers of workers
+SAFEST: Final = 2  # candidates furthest below their limits, that play it, too: the first excerpt may be too easy
 WHOLE_MAX: Final = 6  # candidates that play the whole trace
 WHOLE_REQUESTS: Final = 20_000  # of a longer trace, as many are played as "the whole"
 LIMIT_REQUESTS: Final = 5_000
-EQUAL_MAX: Final = 0.05  # by which two candidates that are taken to be equal may differ, of the better one
+EQUAL_MAX: Final = 0.04  # by which two candidates that are taken to be equal may differ, of the better one
 ERROR_MIN: Final = 0.002
-STEPS: Final = (1.5, 1.15, 1.06)  # on each rung: distance of the load that is kept from one that is not
+STEPS: Final = (1.5, 1.15, 1.03)  # on each rung: distance of the load that is kept from one that is not
 LOAD_MIN: Final = 1 / 64  # a candidate that does not keep the SLO at this part of the load keeps it at none
 LOADS: Final = (0.5, 0.75, 1.0, 1.5, 2.0)
 HEADROOM_MAX: Final = 4.0
@@ -109,9 +110,15 @@ class Scored:
         """The lowest load that it played without keeping the SLO."""
         return min((load for load, share in self.shares.items() if share[0] < self.percentile), default=inf)
 
-    def rank(self) -> tuple[float, float, float, float]:
+    @property
+    def costs(self) -> tuple[float, int, float]:
+        """The order of equal candidates: the cheapest first, of these the one whose workers have the fewest cards each, then
+        the one that stays furthest below its limits."""
+        return self.price, sum(self.candidate.cards), self.strain
+
+    def rank(self) -> tuple[float, float, tuple[float, int, float]]:
         kept = min(float(self.loads_kept[0]), 1.0)
-        return -round(kept, 3), -round(self.attainment, 3), self.price, self.strain
+        return -round(kept, 3), -round(self.attainment, 3), self.costs
 
     def next_load(self, guess: float, most: float, step: float) -> float | None:
         """The load to play next in order to find the one that is just kept: the guess, from there in strides that double, and
@@ -169,7 +176,7 @@ class Space:
 
     def candidates(self) -> list[Candidate]:
         """Returns all candidates, or of many workers some at even distances."""
-        layouts = [one for total in _some(range(1, self.budget + 1)) for one in _some(self.layouts(total))]
+        layouts = [one for total in spread(range(1, self.budget + 1)) for one in spread(self.layouts(total))]
         return [Candidate(*one) for one in product(layouts, self.step_tokens, self.seqs_max)]
 
     def around(self, one: Candidate) -> list[Candidate]:
@@ -183,9 +190,10 @@ class Space:
 T = TypeVar("T")
 
 
-def _some(found: Sequence[T]) -> list[T]:
-    every = max((len(found) - 1) / (LAYOUTS_MAX - 1), 1.0)
-    return [found[round(place * every)] for place in range(min(len(found), LAYOUTS_MAX))]
+def spread(found: Sequence[T], most: int = LAYOUTS_MAX) -> list[T]:
+    """Returns at most so many of these at even distances, the first and the last one always."""
+    every = max((len(found) - 1) / (most - 1), 1.0)
+    return [found[round(place * every)] for place in range(min(len(found), most))]
 
 
 class Effort(NamedTuple):
@@ -194,10 +202,15 @@ class Effort(NamedTuple):
     first: int = 600
     second: int = 3_600
     whole: int = WHOLE_REQUESTS
+    together: int = 36_000  # that all candidates together play on the first rung, at least
+
+    def parts(self, candidates: int) -> tuple[int, int, int]:
+        first = min(max(self.first, self.together // max(candidates, 1)), self.second)
+        return first, self.second, self.whole
 
 
 FULL: Final = Effort()
-QUICK: Final = Effort(150, 500, 500)
+QUICK: Final = Effort(150, 700, 700, 7_000)
 
 
 Tell = Callable[[str, int, int], None]  # (name of the work, steps done, all steps), for a progress bar
@@ -278,8 +291,10 @@ def search(
 ) -> Found:
     """`sent` is not empty. `each`: runs many plays, perhaps on several cores."""
     lab = Lab(profile, goals, space, options or RunOptions(), each, tell, seed)
-    parts = [excerpt(sent, count) for count in effort]
-    first = lab.scored(space.candidates(), parts[0])
+    candidates = space.candidates()
+    least_s = window_s(sent, goals.default)
+    parts = [excerpt(sent, count, least_s) for count in effort.parts(len(candidates))]
+    first = lab.scored(candidates, parts[0])
     _compare(lab, parts[0], first, {}, STEPS[0])
     known = {one.candidate for one in first}
     if near := [one for one in space.around(recommended(first).candidate) if one not in known]:
@@ -300,8 +315,8 @@ def search(
     lab.play(parts[1], [(own, load) for load in LOADS if load not in own.shares])
     at_loads = {load: float(own.shares[load][0]) for load in LOADS}
     rates = {load: own.turns_per_s.get(load, load * per_s) for load in LOADS}
-    if best.attainment >= goals.percentile:
-        lab.find_loads(parts[2], [best], {own.candidate: max(own.load_kept, 1.0)}, HEADROOM_MAX, STEPS[1])
+    _loads_kept(lab, parts, ranked, second, STEPS[1] if effort is not QUICK else STEPS[0])
+    _loads_kept(lab, parts, [best], second, STEPS[1])
     limits = parts[2] if len(parts[2]) <= LIMIT_REQUESTS else parts[1]
     for done, one in enumerate(ranked if effort is not QUICK else [best]):
         tell("what limits", done, len(ranked))
@@ -332,8 +347,8 @@ def _compare(
 
 
 def _the_best(found: Sequence[Scored]) -> list[Candidate]:
-    """Returns the recommended candidate and those that would be without it, the first ones of all, and the best of each of the
-    next smaller numbers of workers."""
+    """Returns the recommended candidate and those that would be without it, the first ones of all, the best of each of the next
+    smaller numbers of workers, and the ones that stay furthest below their limits."""
     order = sorted(found, key=Scored.rank)
     left, chosen = list(found), [one.candidate for one in order[: KEPT_MAX // 2]]
     best = recommended(found)
@@ -346,6 +361,7 @@ def _the_best(found: Sequence[Scored]) -> list[Candidate]:
         by_kind.setdefault((one.candidate.all_cards, bool(one.candidate.workers.mixed)), one.candidate)
     most = best.candidate.all_cards
     chosen += [one for (cards, _), one in by_kind.items() if 0.6 * most <= cards < most]
+    chosen += [one.candidate for one in sorted(found, key=lambda one: one.strain)[:SAFEST]]
     return list(dict.fromkeys([best.candidate, *chosen]))
 
 
@@ -364,14 +380,28 @@ def _on_the_whole(lab: Lab, sent: Sequence[Sent], second: Sequence[Scored]) -> l
     return full
 
 
+def _loads_kept(
+    lab: Lab, parts: Sequence[Sequence[Sent]], rows: Sequence[Scored], second: Sequence[Scored], step: float
+) -> None:
+    """Finds the loads up to which these keep the SLO, which may be more than the traffic's own. Where the whole trace is longer
+    than the second excerpt, that tells where to begin."""
+    guesses: dict[Candidate, float] = {}
+    if len(parts[2]) > len(parts[1]):
+        names = {one.candidate for one in rows}
+        same = [one for one in second if one.candidate in names]
+        lab.find_loads(parts[1], same, guesses, HEADROOM_MAX, step)
+        guesses = {one.candidate: one.load_kept or 1.0 for one in same}
+    lab.find_loads(parts[2], rows, guesses, HEADROOM_MAX, step)
+
+
 def recommended(found: Sequence[Scored]) -> Scored:
-    """Returns the best one in the order of this module; of equal ones the cheapest, and of these the one that stays furthest
-    below its limits. One that does not keep the SLO is never equal to one that does."""
+    """Returns the best one in the order of this module; of equal ones that with the least `costs`. One that does not keep
+    the SLO is never equal to one that does."""
     equal = [one for one in found if one.attainment >= one.percentile]
     if not equal:
         equal = _equal_to_best(found, lambda one: one.loads_kept)
     equal = _equal_to_best(equal, lambda one: one.shares[1.0])
-    return min(equal, key=lambda one: (one.price, one.strain))
+    return min(equal, key=lambda one: one.costs)
 
 
 def _equal_to_best(found: Sequence[Scored], value: Callable[[Scored], Floats]) -> list[Scored]:
@@ -390,6 +420,9 @@ def draws(outcome: PlayedOutcome, values: Floats, seed: int) -> Floats:
     """Returns the mean of `values`, and their means over drawn windows; for sessions, over drawn clients. The same seed draws
     the same."""
     clients = np.array(outcome.clients)
+    if len(clients):  # requests of no session, of which each is a client, are drawn by windows
+        _, place, turns = np.unique(clients, return_inverse=True, return_counts=True)
+        clients = np.where(turns[place] == 1, -1 - np.arange(len(clients)) * WINDOWS // len(clients), clients)
     parts = [np.flatnonzero(clients == one) for one in np.unique(clients)] or windows(outcome.at_s, WINDOWS)
     sums = np.array([values[part].sum() for part in parts])
     sizes = np.array([len(part) for part in parts])
@@ -406,7 +439,7 @@ def _probabilities(found: Sequence[Scored]) -> None:
     keeps = shares >= found[0].percentile
     equal = np.where(keeps.any(axis=0), keeps, _equal_by_draw(loads, np.ones_like(keeps)))
     equal = _equal_by_draw(shares, equal)
-    order = sorted(range(len(found)), key=lambda place: (found[place].price, found[place].strain))
+    order = sorted(range(len(found)), key=lambda place: found[place].costs)
     chosen = np.array(order)[np.argmax(equal[order], axis=0)]  # the first equal one in this order
     for place, one in enumerate(found):
         one.probability = float((chosen[1:] == place).mean())

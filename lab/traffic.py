@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from lab.advise import Slo
 from lab.play.request import Sent
 from lab.sessions import first_turns, more_clients
 
 PAUSE_S = 120.0  # between the windows of an excerpt, in which queues drain
 PARTS_MAX = 12
-WINDOW_REQUESTS = 100  # shorter windows end before a queue has grown
+WINDOW_TTFTS, WINDOW_LIVES = 20, 2  # shorter windows end before a queue has grown, or a batch is full
 
 
 def at_load(sent: Sequence[Sent], load: float) -> list[Sent]:
@@ -37,13 +38,22 @@ def fitted(sent: Sequence[Sent], context_tokens: int) -> tuple[list[Sent], int]:
     return found, cut
 
 
-def excerpt(sent: Sequence[Sent], requests: int) -> list[Sent]:
-    """Returns about `requests` requests: windows from all over the trace, one after the other, with pauses between them."""
+def window_s(sent: Sequence[Sent], slo: Slo) -> float:
+    """Returns how long a window must be to show whether a queue grows: at 5 % too much load it then grows by `ttft_ms`. It also
+    has the time of some requests that just keep their limits, one after the other."""
+    life_ms = slo.ttft_ms + slo.tpot_ms * float(np.mean([one.output_tokens for one in sent]))
+    return max(WINDOW_TTFTS * slo.ttft_ms, WINDOW_LIVES * life_ms) / 1000
+
+
+def excerpt(sent: Sequence[Sent], requests: int, least_s: float) -> list[Sent]:
+    """Returns about `requests` requests: windows of at least `least_s` from all over the trace, with pauses between them; one
+    shorter window, if there are too few requests."""
     if requests >= len(sent):
         return list(sent)
     if has_sessions(sent):
         return first_turns(sent, requests)
-    parts = min(max(requests // WINDOW_REQUESTS, 1), PARTS_MAX)
+    per_s = len(sent) / max(sent[-1].at_s - sent[0].at_s, 1e-9)
+    parts = min(max(int(requests / (per_s * least_s)), 1), PARTS_MAX)
     each, every = requests // parts, len(sent) / parts
     found: list[Sent] = []
     begin_s = 0.0

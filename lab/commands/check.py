@@ -143,7 +143,7 @@ async def _run(
 
 def _load(settings: TuneCheckSettings, tuned: TuneSettings, file: Path) -> LoadSettings:
     """The recommendation's traffic, as a trace for the load generator. Raises `SettingsError`."""
-    if tuned.trace and traces.has_sessions(tuned.trace):
+    if tuned.sessions_trace or (tuned.trace and traces.has_sessions(tuned.trace)):
         raise SettingsError("it has sessions, which are not run live here; crossdock bench agents plays them")
     whole = TrafficSettings(**tuned.model_dump(include=set(TrafficSettings.model_fields)))
     with file.open("w", encoding="utf-8", newline="") as stream:

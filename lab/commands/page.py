@@ -38,6 +38,8 @@ def rendered(report: Mapping[str, Any]) -> str:
         across=sorted({square["decode"] for square in shown}),
         map_title=show.map_title(report),
         load_words=show.load_words,
+        bound_words=show.bound_words,
+        shows_bounds=show.shows_bounds(report["ranked"]),
         headroom_words=show.headroom_words,
     )
 

@@ -78,7 +78,7 @@ class TrafficSettings(JsonOption):
     panels: ClassVar[Panels] = {
         "Installation": "profile prefill_profile decode_profile force",
         "Traffic": "trace speed scale_tokens from_s duration_s rate cv prompt_tokens output_tokens hit_rate seed",
-        "Sessions": "sessions",
+        "Sessions": "sessions_trace sessions",
         "What counts as good": "slo_ttft_ms slo_tpot_ms slo",
     }
     profile: str = Field(
@@ -96,6 +96,9 @@ class TrafficSettings(JsonOption):
         description="File with traffic: CSV with arrival_s,prompt_tokens,output_tokens, an Azure LLM inference trace,"
         " JSON lines of Mooncake or AIPerf, or a coordinator's event log; or sessions of several turns, as for crossdock bench"
         " agents. Empty: a mix made of --rate and the lengths.",
+    )
+    sessions_trace: str = Field(
+        "", description="A trace of sessions that go on beside the single requests of --trace, on the same workers."
     )
     sessions: int = Field(
         0, ge=0, le=100_000, description="Of a trace of sessions: how many go on at a time; 0: all of them."

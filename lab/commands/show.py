@@ -69,7 +69,7 @@ def headline(report: Mapping[str, Any]) -> str:
     text = f"{best['workers']}, {100 * (probability_of(report) or 0):.0f} %"
     if other is not None:
         what = "goodput_requests_per_s" if report["kept"] or not best["load_kept"] else "load_kept"
-        less = (other[what] or 0.0) / max(best[what], 1e-9) - 1
+        less = other[what] / max(best[what], 1e-9) - 1
         text += f"; {other['workers']} {'is equal' if less > -0.0005 else signed(less)}"
     if not report["disaggregate"] and report["settings"]["workers"] > 1:
         text += " — do not disaggregate"
@@ -133,8 +133,9 @@ def number(value: float | None, digits: int = 1) -> str:
 
 def _ranked(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     costs = ("good/money",) if rows[0]["good_per_cost"] else ()
+    bounds = ("batch",) if shows_bounds(rows) else ()
     table = tables.Table(
-        f"{rows[0]['simulated_requests']:,} requests; times in ms", "ratio", "step", "best", "good/s", *costs, "%",
+        f"{rows[0]['simulated_requests']:,} requests; times in ms", "ratio", "step", *bounds, "best", "good/s", *costs, "%",
         "keeps load", "TTFT p50", "TTFT p90", "TPOT p90",
         "busy P/D/T", tables.words("limited by"),
     )  # fmt: skip
@@ -142,6 +143,7 @@ def _ranked(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         table.row(
             one["workers"],
             str(one["step_tokens"]),
+            *(bound_words(one) for _ in bounds),
             f"{100 * one['probability']:.0f} %",
             number(one["goodput_requests_per_s"], 2),
             *(number(one["good_per_cost"], 0) for _ in costs),
@@ -157,9 +159,18 @@ def _ranked(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     console.print(f"[dim]{BUSY_NOTE}[/dim]", highlight=False)
 
 
+def shows_bounds(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the ratios differ in the most sequences of their batches."""
+    return len({one["seqs_max"] for one in rows}) > 1
+
+
+def bound_words(one: Mapping[str, Any]) -> str:
+    return f"≤ {one['seqs_max']}" if one["seqs_max"] else "profile's"
+
+
 def load_words(one: Mapping[str, Any]) -> str:
-    """Up to which multiple of the load a ratio keeps the SLO, where that is known."""
-    return "" if one["load_kept"] is None else f"× {one['load_kept']:.2f}"
+    """Up to which multiple of the load a ratio keeps the SLO."""
+    return f"{'≥ ' if one['load_kept'] >= HEADROOM_MAX else ''}× {one['load_kept']:.2f}"
 
 
 def _what_if(report: Mapping[str, Any], console: Console) -> None:

@@ -10,7 +10,7 @@ from lab.commands import event_log
 from lab.commands.settings import TrafficSettings
 from lab.play.request import Sent
 from lab.profile import Profile, ProfileError, decoded, merged
-from lab.sessions import played
+from lab.sessions import apart, beside, played
 from lab.traffic import fitted
 from launcher.load import traces
 from launcher.load.plan import make_plan
@@ -69,16 +69,23 @@ class TuneTraffic(NamedTuple):
 
 def fitted_traffic(settings: TrafficSettings, profile: Profile) -> TuneTraffic:
     """Returns the traffic, shortened to the context of the profile's model. Raises `SettingsError`."""
-    context = context_tokens(profile)
-    if not settings.trace or not traces.has_sessions(settings.trace):
-        return TuneTraffic(*fitted(traffic(settings, profile), context))
-    if settings.speed != 1 or settings.from_s:
+    context, both = context_tokens(profile), bool(settings.sessions_trace)
+    has_sessions = bool(settings.trace) and traces.has_sessions(settings.trace)
+    if both and (not settings.trace or has_sessions or not traces.has_sessions(settings.sessions_trace)):
+        raise SettingsError(
+            "--sessions-trace: a file of sessions, beside a --trace of single requests; alone, it is a --trace"
+        )
+    single, cut = ([], 0) if has_sessions else fitted(traffic(settings, profile), context)
+    if not both and not has_sessions:
+        return TuneTraffic(single, cut)
+    if has_sessions and (settings.speed != 1 or settings.from_s):
         raise SettingsError("--speed and --from: not for sessions, which come when answers have come")
-    found = traces.read_sessions(settings.trace, settings.scale_tokens)
+    name = settings.sessions_trace or settings.trace
+    found = traces.read_sessions(name, settings.scale_tokens)
     sent, left_out = played(found, settings.sessions or len(found), context, settings.duration_s)
     if not sent:
-        raise SettingsError(f"--trace: no turn of {settings.trace} fits the model's context of {context} tokens")
-    return TuneTraffic(sent, 0, left_out)
+        raise SettingsError(f"--trace: no turn of {name} fits the model's context of {context} tokens")
+    return TuneTraffic(beside(apart(sent)[0], single), cut, left_out)
 
 
 def context_tokens(profile: Profile) -> int:

@@ -22,7 +22,7 @@ from lab.commands.profiles.show import error_words
 from lab.commands.settings import TuneSettings, parse_slos
 from lab.commands.traffic import TuneTraffic, block_tokens, context_tokens, fitted_traffic, profile_of
 from lab.goals import Goals
-from lab.layouts import cards_enough, cluster_toml
+from lab.layouts import cards_enough, cluster_toml, context_kept
 from lab.play.options import RunOptions
 from lab.play.outcome import PlayedOutcome
 from lab.play.plays import Each
@@ -98,18 +98,16 @@ def usual_stall_share(profile: Profile) -> float:
     return STALL_SHARE if profile.about.get("device") == "cpu" else 0.0
 
 
-def caveats(settings: TuneSettings, profile: Profile, played: TuneTraffic) -> list[str]:
-    """Returns notes about facts that are not in the answer and could change it."""
+def caveats(settings: TuneSettings, profile: Profile, played: TuneTraffic, context: str) -> list[str]:
+    """Returns notes about facts that are not in the answer and could change it. `context`: that bounds requests, in words."""
     found, cores = [], profile.prefill_cores + profile.decode_cores
-    context, requests = context_tokens(profile), len(played.sent)
+    requests = len(played.sent)
     if played.cut:
-        found.append(
-            f"{played.cut:,} of {requests:,} requests were made shorter, to fit the model's context of {context:,} tokens."
-        )
+        found.append(f"{played.cut:,} of {requests:,} requests were made shorter, to fit {context}.")
     if played.left_out:
         found.append(
             f"{played.left_out:,} turns are left out, beside {requests:,} that are played: prompts of their sessions had grown"
-            f" beyond the model's context of {context:,} tokens."
+            f" beyond {context}."
         )
     if 0 < cores < settings.workers:
         found.append(
@@ -123,6 +121,14 @@ def caveats(settings: TuneSettings, profile: Profile, played: TuneTraffic) -> li
     if settings.prefill_profile:
         found.append("Prefill and decode workers are of different hardware, so none is mixed; each has its own.")
     return found + [line for one in sources_of(profile) if (line := source(one, profile))]
+
+
+def context_words(profile: Profile) -> str:
+    """Returns the context that bounds the requests: the model's, or what the largest workers of cards have memory for."""
+    context, cards = context_tokens(profile), profile.about.get("cards", 0)
+    if not cards or not context_kept(profile, 0):
+        return f"the model's context of {context:,} tokens"
+    return f"a context of {context:,} tokens: the largest workers here, of {cards} card{'s' * (cards > 1)}, hold two of those"
 
 
 def sources_of(profile: Profile) -> list[Mapping[str, Any]]:
@@ -202,6 +208,7 @@ def report_of(
     profile = own_hardware(profile) if settings.own_hardware else profile
     check_classes(goals, sent)
     began = time.perf_counter()
+    context = context_words(profile)
     found, profile = searched(settings, profile, goals, sent, console, kinds)
     best = found.best
     assert best.outcome is not None
@@ -223,7 +230,6 @@ def report_of(
             "kept": best.attainment >= goals.percentile,
             "ranked": [entry(one, found) for one in found.ranked],
             "by_workers": [entry(one, found) for one in found.first],
-            "class_attainment": class_attainment(best.outcome, goals),
             "what_if": [
                 {"load": load, "attainment": share, "goodput_requests_per_s": found.rates[load] * share}
                 for load, share in found.at_loads.items()
@@ -232,7 +238,7 @@ def report_of(
             "headroom": found.headroom,
             "cards_enough": cards_enough(best.candidate, found.headroom) if kinds else 0,
             "candidates": len(found.first),
-            "caveats": caveats(settings, profile, played) + cards.caveats(settings, kinds, sent, profile),
+            "caveats": caveats(settings, profile, played, context) + cards.caveats(settings, kinds, sent, profile),
             "apply": apply_cards(best.candidate, profile, sent) if kinds else apply_lines(best, profile),
             "seconds": round(time.perf_counter() - began, 1),
         }
@@ -253,7 +259,8 @@ def _about(settings: TuneSettings, profile: Profile) -> dict[str, Any]:
 def on_all_cores(candidates: int, requests: int, effort: Effort) -> Iterator[Each]:
     """Yields a `map` that uses all cores, if there is enough to play."""
     count = len(os.sched_getaffinity(0))
-    if count < 2 or candidates * min(requests, effort.first) + 10 * min(requests, effort.second) < POOL_REQUESTS:
+    first, second, _ = (min(part, requests) for part in effort.parts(candidates))
+    if count < 2 or candidates * first + 10 * second < POOL_REQUESTS:
         yield map
         return
     with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
@@ -267,11 +274,6 @@ def as_it_came(sent: Sequence[Sent], outcome: PlayedOutcome) -> list[Sent]:
         return list(sent)
     moved = [one._replace(at_s=at_s) for one, at_s in zip(sent, outcome.at_s.tolist(), strict=True)]
     return sorted(moved, key=lambda one: one.at_s)
-
-
-def class_attainment(outcome: PlayedOutcome, goals: Goals) -> dict[str, float]:
-    good, names = outcome.good(goals), np.array(outcome.classes)
-    return {str(name): float(good[names == name].mean()) for name in np.unique(names)}
 
 
 def plain(value: Any) -> Any:
@@ -302,7 +304,7 @@ def entry(result: Scored, found: Found) -> dict[str, Any]:
         "simulated_requests": result.requests,
         "attainment": result.attainment,
         "keeps": keeps,
-        "load_kept": result.load_kept if len(result.shares) > 1 else None,
+        "load_kept": result.load_kept,
         "load_about": float(result.loads_kept[0]),
         "goodput_requests_per_s": per_s * result.attainment,
         "goodput_low": low,
@@ -327,6 +329,8 @@ def apply_cards(candidate: Candidate, profile: Profile, sent: Sequence[Sent]) ->
     """A whole `cluster.toml`, and the command that starts its first host."""
     model = str(profile.about["model"])
     lines = cluster_toml(candidate, model, profile, cards.longest_of(sent))
+    if "/" not in model and not Path(model).is_dir():
+        lines[0] += f"  # write its folder, or its name on Hugging Face like ORG/{model}"
     return {
         "workers": str(candidate),
         "command": "crossdock up cluster.toml --host gpu0",
@@ -343,6 +347,9 @@ def apply_lines(result: Scored, profile: Profile) -> dict[str, Any]:
     counts = {"prefill": workers.prefill, "decode": workers.decode, "mixed": workers.mixed}
     command = " ".join(["crossdock serve", *(f"--{role} {count}" for role, count in counts.items() if count)])
     lines = ["[hosts.NAME]", f'workers = "{workers}"']
+    if profile.about.get("engine") == "vllm":
+        command += " --engine vllm"
+        lines += ["", "[worker]", 'engine = "vllm"']
     if candidate.step_tokens != profile.step_tokens:
         command = f"CROSSDOCK_STEP_TOKENS={candidate.step_tokens} {command}"
         lines += ["", "[coordinator]", f"step_tokens = {candidate.step_tokens}"]

@@ -13,12 +13,10 @@ LONG_PROMPTS = Traffic(40.0, [1500, 900, 1200] * 20, [100, 150, 200] * 20)
 LONG_ANSWERS = Traffic(40.0, [200, 300, 100] * 20, [400, 600, 500] * 20)
 
 
-def test_short_role_binds() -> None:
-    """The role with too few workers binds, and one worker more of it serves more."""
+def test_short_role_gains_most() -> None:
+    """One worker more of the role with too few serves more."""
     prompts, answers = QueueingModel(GPU, LONG_PROMPTS, SLO), QueueingModel(GPU, LONG_ANSWERS, SLO)
-    assert prompts.estimate(Workers(3, 5)).binds == "prefill compute"
     assert prompts.estimate(Workers(4, 4)).goodput > 1.1 * prompts.estimate(Workers(3, 5)).goodput
-    assert answers.estimate(Workers(5, 1)).binds.startswith("decode")
     assert answers.estimate(Workers(4, 2)).goodput > answers.estimate(Workers(5, 1)).goodput
 
 
@@ -26,7 +24,7 @@ def test_little_traffic_keeps_the_slo() -> None:
     """Any ratio serves little traffic, for which one worker of each role is enough."""
     model = QueueingModel(GPU, Traffic(2.0, [500] * 40, [100] * 40), SLO)
     found = model.estimate(Workers(3, 5))
-    assert (found.attainment, found.binds, model.wanted()) == (pytest.approx(1.0, abs=0.01), "", Workers(1, 1))
+    assert (found.attainment, model.wanted()) == (pytest.approx(1.0, abs=0.01), Workers(1, 1))
     assert QueueingModel(GPU, Traffic(0.0, [], []), SLO).estimate(Workers(2, 2)).goodput == 0.0
 
 

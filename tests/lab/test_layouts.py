@@ -98,6 +98,7 @@ def test_separate_workers_need_one_context(tmp_path: Path) -> None:
     assert "1P@TP2+1D@TP2" in names and "2M@TP2" not in names
     assert any(line.startswith("Mixed workers of 2 cards are left out") for line in found["caveats"])
     found = report(tmp_path, **most, layouts=["1P@TP2+1D@TP4"])
+    assert found["apply"]["cluster_toml"][0].startswith('model = "Llama-3.1-70B"  # write its folder, or its name on')
     [line] = [one for one in found["apply"]["cluster_toml"] if one.startswith("max_model_len")]
     assert longest < int(line.split()[-1]) <= kv_tokens
     assert "max_model_len" not in str(report(tmp_path, cards=4)["apply"])

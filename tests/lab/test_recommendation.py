@@ -62,6 +62,15 @@ def test_recommendation_is_not_dominated(found: list[Scored]) -> None:
         assert not (same and (one.price, one.strain) < (chosen.price, chosen.strain)), "it is dominated"
 
 
+def test_simplest_of_equals_is_recommended() -> None:
+    """Of equal layouts of as many cards, the one with the fewest cards for each worker is recommended."""
+    split = Scored(Candidate(Workers(2, 2), 256, cards=(2, 2)), 0.9, 8, shares={1.0: np.full(9, 0.97)}, strain=0.5)
+    single = Scored(Candidate(Workers(4, 4), 256), 0.9, 8, shares={1.0: np.full(9, 0.96)}, strain=0.8)
+    assert recommended([split, single]) is split, "the difference is more than the error"
+    single.shares[1.0] = np.full(9, 0.969)
+    assert recommended([split, single]) is single
+
+
 def test_kept_load_lies_between_loads() -> None:
     """The load that is just kept lies between one that was kept and one that was not, and the search halves that distance."""
     one = Scored(Candidate(Workers(1, 1), 256), 0.9)
@@ -86,7 +95,7 @@ CASES = [
 ]
 
 
-SMALL = Effort(100, 200, 400)
+SMALL = Effort(100, 200, 400, 0)
 
 
 def searched(profile: Profile, sent: list[Sent], workers: int) -> Found:
@@ -112,7 +121,7 @@ def test_search_results_are_consistent(profile: Profile, sent: list[Sent], worke
     assert found.ranked[0] is best and all(one.whole for one in found.ranked)
     assert recommended(found.ranked) is best
     assert sum(one.probability for one in found.ranked) == pytest.approx(1.0)
-    part = excerpt(sent, SMALL.whole)
+    part = excerpt(sent, SMALL.whole, 30.0)
     assert {one.requests for one in found.ranked} == {len(part)}
     for one in found.ranked:
         assert bool(one.limit.name) == (one.attainment < found.goals.percentile)

@@ -43,7 +43,7 @@ def test_no_other_ratio_serves_more(per_s: float, effort: Effort) -> None:
     most = max(serves(one) for total in range(1, 9) for one in Space(8).layouts(total))
     assert serves(best) > 0.95 * most
     assert found.headroom == pytest.approx(serves(best) / per_s, rel=0.15)
-    assert found.best.requests == (REQUESTS if effort is FULL else QUICK.whole)
+    assert found.best.requests == pytest.approx(REQUESTS if effort is FULL else QUICK.whole, rel=0.01)
     for other in found.ranked[1:]:
         assert serves(other.candidate.workers) < 1.05 * serves(best)
 

@@ -13,8 +13,8 @@ from lab.goals import Goals
 from lab.play.options import RunOptions
 from lab.play.player import Player
 from lab.play.request import Sent, clients_of
-from lab.search import Space, search
-from lab.sessions import first_turns, more_clients, played
+from lab.search import Space, draws, search
+from lab.sessions import apart, beside, first_turns, more_clients, played
 from lab.traffic import at_load, excerpt
 from launcher.sessions import LoadSession, SessionTurn
 from runtime.settings.options import SettingsError
@@ -101,10 +101,29 @@ def test_load_scales_the_clients(factor: float) -> None:
     assert more == more_clients(sent, factor)
 
 
+@pytest.mark.parametrize("factor", [0.25, 0.5, 1.5, 2.0, 3.0])
+def test_chats_beside_sessions_are_scaled(factor: float) -> None:
+    """The load factor scales single requests together with the sessions beside them, in the same time; an excerpt has the first
+    of both, and no session waits for a single request."""
+    chats = [Sent(0.1 * number, 300 + number, 20) for number in range(400)]
+    sent = beside(apart(agents(8, 5))[0], chats)
+    more = at_load(sent, factor)
+    turns, single = apart(more)
+    assert len(turns) == round(40 * factor) and len(single) == 400 * factor
+    assert len({client for client, _ in turns}) == round(8 * factor)
+    assert max(one.at_s for one in single) < 40.0 and len({one.at_s for one in single}) > 0.9 * len(single)
+    assert all(one.session and more[one.follows].session == one.session for one in more if one.follows >= 0)
+    assert at_load(sent, 1.0) == sent
+    turns, single = apart(excerpt(sent, 220, 30.0))
+    assert (len(turns), len(single)) == (16, 200) and single == chats[:200]
+    outcome = Player(GPU, Workers(1, 1), sent).run()
+    assert len(set(draws(outcome, outcome.ttft_ms, 0))) > 100
+
+
 def test_excerpt_has_first_turns() -> None:
     """An excerpt has the first turns of each client."""
     sent = agents(8, 10)
-    part = excerpt(sent, 24)
+    part = excerpt(sent, 24, 30.0)
     assert part == first_turns(sent, 24)
     assert len(part) == 24
     assert len(set(clients_of(part))) == 8

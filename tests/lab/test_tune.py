@@ -73,6 +73,8 @@ def test_guide_command_works_offline(here: Path) -> None:
     assert f"crossdock serve {' '.join(roles)}\n" in done.stdout and report["apply"]["workers"] == best["workers"]
     assert report["what_if"][2]["attainment"] == pytest.approx(best["attainment"], abs=0.1)
     assert report["headroom"] >= 1 and report["caveats"] == []
+    assert all(one["load_kept"] >= 1 or not one["keeps"] for one in report["ranked"])
+    assert "batch" not in done.stdout
     page = (here / "best.html").read_text()
     assert best["workers"] in page
     assert not re.search(r"https?://|//cdn|<script|<link|@import|url\(", page)
@@ -157,7 +159,19 @@ def test_unwritable_output_is_refused_first(tmp_path: Path) -> None:
 
 def test_unreachable_limits_name_a_cause(here: Path) -> None:
     """No more workers than help are recommended, with what limits them, where no ratio keeps the SLO."""
-    mix = ("--rate", "0.5", "--duration", "100", "--workers", "3", "--slo-ttft-ms", "30", "--json")
+    mix = (
+        "--rate",
+        "0.5",
+        "--duration",
+        "100",
+        "--workers",
+        "3",
+        "--slo-ttft-ms",
+        "30",
+        "--json",
+        "--seqs-max",
+        "32,64",
+    )
     done = crossdock(here, "tune", *mix)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -165,6 +179,8 @@ def test_unreachable_limits_name_a_cause(here: Path) -> None:
     assert not report["kept"] and not report["headroom"]
     assert best["total"] < 3 and best["binds"] == "prefill compute"
     assert "prefill compute limits it: with twice as much," in " ".join(done.stderr.split())
+    assert "batch" in done.stderr and "≤ 32" in done.stderr, "candidates differ in it"
+    assert all(one["load_kept"] == 0 for one in report["ranked"])
 
 
 def test_results_survive_a_closed_pipe(here: Path) -> None:
@@ -219,6 +235,12 @@ def test_sessions_are_played_back(here: Path) -> None:
     assert 0 < report["traffic"]["requests_per_s"] < 12
     done = crossdock(here, "tune", "check", "o.json")
     assert done.returncode != 0 and "bench agents plays them" in " ".join(done.stderr.split())
+    done = crossdock(here, "tune", "--sessions-trace", "agents.csv", "--workers", "3", "--sessions", "3")
+    assert done.returncode != 0 and "beside a --trace of single requests" in " ".join(done.stderr.split())
+    both = ("tune", "--trace", "traffic.csv", "--sessions-trace", "agents.csv", "--workers", "3", "--out", "b.json")
+    assert crossdock(here, *both).returncode == 0
+    single = len((here / "traffic.csv").read_text().splitlines()) - 1
+    assert json.loads((here / "b.json").read_text())["traffic"]["requests"] == 30 + single
 
 
 def test_caveats_stand_beside_the_answer(here: Path) -> None:

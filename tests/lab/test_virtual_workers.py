@@ -12,7 +12,7 @@ from lab.play.player import Player
 from lab.play.request import PlayedRequest, Sent
 from lab.profile import Curve, DecodeCost, HostCost
 from lab.search import Effort, Space, search
-from lab.traffic import excerpt, fitted
+from lab.traffic import excerpt, fitted, window_s
 from tests.lab.profiles import GPU, PATIENT
 
 SLO, SMALL = Slo(500.0, 25.0), Effort(100, 300, 300)
@@ -157,13 +157,28 @@ def test_priority_class_has_own_limits() -> None:
     assert first[0] < first[1], "interactive requests go first"
 
 
-def test_excerpt_spans_the_trace() -> None:
-    """An excerpt has windows of the whole trace, in order, and no more requests than asked for."""
-    sent = traffic(10.0, 6000)
-    part = excerpt(sent, 1200)
-    assert 1100 <= len(part) <= 1200
-    assert [one.at_s for one in part] == sorted(one.at_s for one in part)
-    assert excerpt(sent, 10_000) == sent
+@pytest.mark.parametrize(("per_s", "windows"), [(1.0, 12), (9.0, 6), (100.0, 1)])
+def test_excerpt_spans_the_trace(per_s: float, windows: int) -> None:
+    """An excerpt has windows of the whole trace that last as long as was asked for, in order, and no more requests than asked
+    for. Where these are too few, it is one window of them."""
+    sent = traffic(per_s, 6000)
+    part = excerpt(sent, 1200, 20.0)
+    at_s = np.array([one.at_s for one in part])
+    begins = np.flatnonzero(np.diff(at_s, prepend=-200.0) > 100)
+    assert len(begins) == windows and 1100 <= len(part) <= 1200
+    lasts_s = at_s[np.append(begins[1:], len(part)) - 1] - at_s[begins]
+    assert (lasts_s > 15).all() or windows == 1
+    assert (np.diff(at_s) >= 0).all()
+    assert excerpt(sent, 10_000, 20.0) == sent
+
+
+@pytest.mark.parametrize("load", [0.8, 1.2])
+def test_excerpt_shows_overload(load: float) -> None:
+    """Queues grow in an excerpt as in the whole trace, although only some seconds of its many requests are played."""
+    sent = [Sent(n / 250 / load, 51, 1) for n in range(4000)]  # a step of 256 tokens takes 20 ms
+    for part in (sent, excerpt(sent, 2000, window_s(sent, SLO))):
+        kept = Player(GPU, Workers(1, 1), part).run().attainment(Goals(SLO))
+        assert (kept > 0.95) == (load < 1) and not 0.5 < kept < 0.95
 
 
 @pytest.mark.parametrize("workers", [Workers(1, 1), Workers(0, 0, 1)], ids=str)

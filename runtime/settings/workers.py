@@ -27,6 +27,7 @@ class WorkerSettings(ClientSettings, EngineOptions):
     section = "worker"
     panels: ClassVar[Panels] = {
         "Model": "role model model_id revision max_model_len device dtype weights",
+        "Engine": "engine engine_python vllm_args",
         "Compute": "threads cpu_cores max_seqs step_tokens_max stall_share",
         "KV cache": "kv_gib gpu_memory_share prefix_cache kv_tier_gib kv_tier_folder",
         "KV transfer": "kv_bind transfer_host kv_transport transfer_encryption",

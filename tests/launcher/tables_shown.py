@@ -153,7 +153,7 @@ RANKED: list[dict[str, Any]] = [
         "workers": workers, "step_tokens": 2048, "probability": 0.92, "goodput_requests_per_s": 1_234.56, "attainment": 1.0,
         "good_per_cost": 1_234_567.0, "ttft_ms": {"p50": 12_345.0, "p90": 123_456.0}, "tpot_ms": {"p90": 1_234.5},
         "prefill_busy": 0.987, "link_busy": 0.123, "decode_busy": 0.123, "binds": binds,
-        "load_kept": 0.987, "simulated_requests": 19_366,
+        "load_kept": 0.987, "seqs_max": 0, "simulated_requests": 19_366,
     }
     for workers, binds in (("128P384D", "prefill compute"), ("512M", ""))
 ]  # fmt: skip

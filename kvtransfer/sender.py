@@ -59,7 +59,8 @@ class KvSender(TransferDriver[SenderSession]):
         settings: KvSettings,
         own_peers: Container[int] = (),
     ) -> None:
-        """`pool` is [blocks, *layout.block_shape]; `ValueError` if not. `own_peers` are receivers in this process."""
+        """`pool` is [blocks, *layout.block_shape], or the pools of ranks (`RankRows`); `ValueError` if not. `own_peers` are
+        receivers in this process."""
         super().__init__(layout, pool, incarnation, clock, owner, settings)
         self._digests = BlockDigests(self._rows) if self._rows.is_flat and settings.remembers_digests else None
         self._owner = owner

@@ -33,9 +33,10 @@ def map_pool(rank: socket.socket, kv_bytes: int, device: torch.device) -> torch.
     if not told:
         raise ConnectionError("a rank ended before it had a pool")
     if descriptors:
-        memory = map_shared(descriptors[0], kv_bytes)
-        os.close(descriptors[0])
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        with os.fdopen(descriptors[0], "rb") as file:
+            if os.fstat(file.fileno()).st_size != kv_bytes:  # to touch what is missing would end this process
+                raise RuntimeError("the ranks' pools have different sizes")
+            return torch.frombuffer(map_shared(file.fileno(), kv_bytes), dtype=torch.uint8)
     try:
         pool = Mapping(told, kv_bytes, device, of_peer=True).tensor
     except CudaError as error:

@@ -24,11 +24,15 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def test_file_of_a_rank_is_shared(ends: tuple[socket.socket, socket.socket]) -> None:
+    """Both ranks write to the same memory; a file of another size is refused before it is mapped."""
     pool = rank.make_pool(ends[1], 1, 4096)
     mapped = rank.map_pool(ends[0], 4096, torch.device("cpu"))
     pool.fill_(7)
     mapped[0] = 9
     assert pool[:2].tolist() == [9, 7] and mapped.shape == (4096,)
+    rank.make_pool(ends[1], 1, 4096)
+    with pytest.raises(RuntimeError, match="different sizes"):
+        rank.map_pool(ends[0], 8192, torch.device("cpu"))
 
 
 def test_handle_of_a_rank_is_mapped(ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
